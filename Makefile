@@ -1,0 +1,39 @@
+# `make demo` and `make test` set up everything they need. PYTHON chooses the interpreter for the new environment.
+PYTHON ?= python3.11
+VENV ?= .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+
+.PHONY: setup demo test test-fast lint format clean
+
+setup: $(STAMP)
+
+# --system-site-packages is not used: a GPU or NPU user makes $(VENV) with their own torch first, and it is kept.
+$(STAMP): pyproject.toml constraints.txt
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	@$(BIN)/python -c "import torch" 2>/dev/null || $(BIN)/pip install --quiet --constraint constraints.txt torch
+	@$(BIN)/python -c "import torch; print('torch', torch.__version__)"
+	$(BIN)/pip install --quiet --constraint constraints.txt --editable ".[onboard,train,test,demo]"
+	@touch $(STAMP)
+
+demo: setup
+	$(BIN)/python demo/run.py
+
+test: setup lint
+	$(BIN)/python -m pytest
+
+test-fast: setup
+	$(BIN)/python -m pytest -m "not slow"
+
+lint: setup
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	@mkdir -p build/types/dayzero && for d in onboard runtime kernels templates; do ln -sfn ../../../$$d build/types/dayzero/$$d; done
+	$(BIN)/pyright
+
+format: setup
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+clean:
+	rm -rf demo/work build dist *.egg-info

@@ -1,0 +1,1 @@
+"""Reads a checkpoint once, proves an adapter for it, and writes generated/<model>/."""
