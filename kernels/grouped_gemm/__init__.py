@@ -1,0 +1,13 @@
+"""Grouped matrix product: each expert's rows times that expert's matrix.
+
+x: [T, K], rows sorted by expert; weight: [E, N, K], as in nn.Linear; counts: [E] int64, rows of each expert, on the
+device of x. Returns [T, N] with y = x_e @ weight[e].T for the rows of expert e.
+Rows past sum(counts) are zero in the output and in the gradient of x. sum(counts) > T is an error.
+An expert without rows gets a zero gradient. Sums are float32, for float64 inputs float64.
+Raises ValueError if shapes, dtypes or devices do not fit.
+"""
+
+from dayzero.kernels.grouped_gemm import reference
+from dayzero.kernels.registry import operator
+
+grouped_gemm = operator("grouped_gemm", reference=reference.grouped_gemm, check=reference.check)
