@@ -1,0 +1,63 @@
+"""A generated package: the adapter of one checkpoint, as files."""
+
+import importlib.util
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+
+from dayzero.runtime.errors import InputError
+from dayzero.runtime.nn import CausalLM
+from dayzero.runtime.spec import ModelSpec
+from dayzero.runtime.weights import Rule
+from pydantic import ValidationError
+
+
+@dataclass(frozen=True)
+class Package:
+    """folder: generated/<name>. build: the model on torch's current default device, parameters uninitialised.
+    rules: its weight rules. checkpoint: where the weights are, None if the local link is gone."""
+
+    folder: Path
+    spec: ModelSpec
+    build: Callable[[], CausalLM]
+    rules: list[Rule]
+    checkpoint: Path | None
+
+
+def load_package(folder: Path, checkpoint: Path | None = None) -> Package:
+    """Reads a package and imports its model.py and weights.py. `checkpoint` overrides the package's own link.
+
+    Raises InputError where a file is missing or not valid.
+    """
+    spec_file = folder / "spec.json"
+    if not spec_file.is_file():
+        raise InputError(
+            str(folder),
+            found="no spec.json" if folder.is_dir() else "no such folder",
+            expected="a package that onboard wrote, such as generated/NAME",
+            hint="Make one with: onboard CHECKPOINT",
+        )
+    try:
+        spec = ModelSpec.model_validate_json(spec_file.read_text())
+    except ValidationError as error:
+        raise InputError(
+            str(spec_file), found=str(error.errors()[0]["msg"]), expected="a model specification"
+        ) from None
+    model, weights = _load_module(folder / "model.py"), _load_module(folder / "weights.py")
+    link = folder / "checkpoint"
+    if checkpoint is None and link.is_dir():
+        checkpoint = link.resolve()
+    return Package(folder, spec, model.build, weights.RULES, checkpoint)
+
+
+def _load_module(file: Path) -> ModuleType:
+    name = f"dayzero_generated_{file.parent.name}_{file.stem}"
+    module_spec = importlib.util.spec_from_file_location(name, file)
+    if module_spec is None or module_spec.loader is None or not file.is_file():
+        raise InputError(str(file), found="no such file", expected="a complete package", hint="Run onboard again.")
+    module = importlib.util.module_from_spec(module_spec)
+    sys.modules[name] = module
+    module_spec.loader.exec_module(module)
+    return module
