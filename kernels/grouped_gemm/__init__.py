@@ -7,7 +7,19 @@ An expert without rows gets a zero gradient. Sums are float32, for float64 input
 Raises ValueError if shapes, dtypes or devices do not fit.
 """
 
-from dayzero.kernels.grouped_gemm import reference
-from dayzero.kernels.registry import operator
+from dayzero.kernels.devices import lazy, triton_supports
+from dayzero.kernels.grouped_gemm import grouped_mm, npu, reference
+from dayzero.kernels.registry import Backend, operator
 
-grouped_gemm = operator("grouped_gemm", reference=reference.grouped_gemm, check=reference.check)
+_triton = Backend(
+    "triton",
+    lambda x, weight, counts: triton_supports(x, weight),
+    lazy("dayzero.kernels.grouped_gemm.kernel:grouped_gemm"),
+)
+
+grouped_gemm = operator(
+    "grouped_gemm",
+    reference=reference.grouped_gemm,
+    backends=[npu.backend, grouped_mm.backend, _triton],
+    check=reference.check,
+)

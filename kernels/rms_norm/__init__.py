@@ -7,7 +7,14 @@ Statistics are float32, for float64 inputs float64; offset + weight is float32, 
 Raises ValueError if weight is not [H].
 """
 
-from dayzero.kernels.registry import operator
-from dayzero.kernels.rms_norm import reference
+from dayzero.kernels.devices import lazy, triton_supports
+from dayzero.kernels.registry import Backend, operator
+from dayzero.kernels.rms_norm import npu, reference
 
-rms_norm = operator("rms_norm", reference=reference.rms_norm, check=reference.check)
+_triton = Backend(
+    "triton",
+    lambda x, weight, *_, **__: triton_supports(x, *([] if weight is None else [weight])),
+    lazy("dayzero.kernels.rms_norm.kernel:rms_norm"),
+)
+
+rms_norm = operator("rms_norm", reference=reference.rms_norm, backends=[npu.backend, _triton], check=reference.check)

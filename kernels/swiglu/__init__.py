@@ -7,7 +7,12 @@ rounding is closer to the exact value, and it is what a fused kernel does on eit
 Raises ValueError if shapes, dtypes or devices differ.
 """
 
-from dayzero.kernels.registry import operator
-from dayzero.kernels.swiglu import reference
+from dayzero.kernels.devices import lazy, triton_supports
+from dayzero.kernels.registry import Backend, operator
+from dayzero.kernels.swiglu import npu, reference
 
-swiglu = operator("swiglu", reference=reference.swiglu, check=reference.check)
+_triton = Backend(
+    "triton", lambda gate, up, limit=None: triton_supports(gate, up), lazy("dayzero.kernels.swiglu.kernel:swiglu")
+)
+
+swiglu = operator("swiglu", reference=reference.swiglu, backends=[npu.backend, _triton], check=reference.check)
