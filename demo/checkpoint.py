@@ -68,14 +68,19 @@ def tiny_tokenizer(size: int = 1000):
     )
 
 
+def require_empty(folder: Path) -> None:
+    """Raises FileExistsError if `folder` holds something already."""
+    if folder.exists() and any(folder.iterdir()):
+        raise FileExistsError(f"{folder} is not empty: remove it or choose another folder")
+
+
 @contextmanager
 def whole(folder: Path) -> Iterator[Path]:
     """A folder to fill, which takes its name only once filled: an interruption leaves nothing half-written.
 
     Raises FileExistsError if `folder` holds something already.
     """
-    if folder.exists() and any(folder.iterdir()):
-        raise FileExistsError(f"{folder} is not empty: remove it or choose another folder")
+    require_empty(folder)
     partial = folder.with_name(f".{folder.name}.{os.getpid()}")
     partial.mkdir(parents=True)
     try:
@@ -215,6 +220,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0, help="of the noise and the routers (%(default)s)")
     options = vars(parser.parse_args())
     try:
+        require_empty(options["out"])
         if dense := pretrained():
             upcycle(dense, **options)
         else:
