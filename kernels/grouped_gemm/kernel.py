@@ -10,8 +10,8 @@ from dayzero.kernels.devices import programs
 from dayzero.kernels.grouped_gemm.autograd import Products, check_ends, differentiable
 from torch import Tensor
 
-TILE_N, TILE_T = 128, 32
-SMALLEST, LARGEST = 16, 128  # rows of a tile
+TILE_N, TILE_T = 128, 64
+SMALLEST, LARGEST = 16, 128  # rows of a tile; the largest needs 8 warps to stay in registers
 
 
 @triton.jit
@@ -113,7 +113,7 @@ def _rows(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
     grid = (min(table.shape[0] * triton.cdiv(width_n, TILE_N), programs(x.device, matrix=True)),)
     grouped_rows[grid](
         x, weight, out, table, table.shape[0], experts, width_n, width_k, x.stride(0), *weight.stride(),
-        TILE_M=tile, TILE_N=TILE_N, TILE_K=_tile_k(x),
+        TILE_M=tile, TILE_N=TILE_N, TILE_K=_line(x), num_warps=8 if tile == LARGEST else 4,
     )  # fmt: skip
     return out
 
@@ -123,16 +123,16 @@ def _weights(grad: Tensor, x: Tensor, ends: Tensor) -> Tensor:
     experts, width_n, width_k = ends.shape[0], grad.shape[1], x.shape[1]
     bounds = torch.cat([ends.new_zeros(1), ends]).int()
     out = torch.empty(experts, width_n, width_k, dtype=x.dtype, device=x.device)
-    items = experts * triton.cdiv(width_n, TILE_N) * triton.cdiv(width_k, _tile_k(x))
+    items = experts * triton.cdiv(width_n, TILE_N) * triton.cdiv(width_k, 2 * _line(x))
     grouped_weights[(min(items, programs(x.device, matrix=True)),)](
         grad, x, out, bounds, experts, width_n, width_k, grad.stride(0), x.stride(0),
-        TILE_T=TILE_T, TILE_N=TILE_N, TILE_K=_tile_k(x),
+        TILE_T=TILE_T, TILE_N=TILE_N, TILE_K=2 * _line(x), num_warps=8,
     )  # fmt: skip
     return out
 
 
-def _tile_k(x: Tensor) -> int:
-    """128 bytes of a row."""
+def _line(x: Tensor) -> int:
+    """Elements in 128 bytes of a row."""
     return 128 // x.element_size()
 
 

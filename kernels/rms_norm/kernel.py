@@ -12,7 +12,7 @@ from torch.autograd.function import once_differentiable
 
 BLOCK = 2048  # columns at a time
 TILE_ROWS, TILE_COLUMNS = 16, 128  # of the weight gradient
-CHUNK = 256  # rows that one partial sum of the weight gradient covers
+CHUNK = 64  # rows that one partial sum of the weight gradient covers
 
 
 @triton.jit
