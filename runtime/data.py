@@ -126,13 +126,14 @@ def _rows(path: Path) -> Iterator[tuple[str, Any]]:
             return
         for number, line in enumerate(stream, 1):
             if line.strip():
-                yield f"{path}:{number}", _parse(line, path, number)
+                yield f"{path}:{number}", _parse(line.strip(), path, number)
 
 
 def _parse(text: bytes, path: Path, line: int) -> Any:
     try:
         return json.loads(text.decode("utf-8-sig"))
     except UnicodeDecodeError as error:
+        line += text[: error.start].count(b"\n")
         raise InputError(f"{path}:{line}", found=f"not UTF-8 ({error.reason})", expected="JSON in UTF-8") from None
     except json.JSONDecodeError as error:
         raise InputError(

@@ -92,7 +92,7 @@ def merged_weight(module: LoRALinear) -> Tensor:
 
 
 def merge(weight: Tensor, lora_a: Tensor, lora_b: Tensor, scale: float) -> Tensor:
-    """weight [out, in] + scale * lora_b [out, rank] lora_a [rank, in], in weight's dtype; summed in float32 at least."""
+    """W [out, in] + scale * lora_b [out, rank] lora_a [rank, in], in W's dtype; summed in float32 at least."""
     compute = torch.promote_types(weight.dtype, torch.promote_types(lora_a.dtype, torch.float32))
     delta = lora_b.to(compute) @ lora_a.to(compute)
     return (weight.to(compute) + scale * delta).to(weight.dtype)
