@@ -24,7 +24,10 @@ PRELOAD = [
     "torch.distributed.tensor",
     "torch.distributed.checkpoint.state_dict",
     "torch._dynamo",
-    "dayzero.runtime.nn",
+    "dayzero.runtime.load",
+    "dayzero.runtime.lora",
+    "dayzero.runtime.package",
+    "dayzero.runtime.parallel",
 ]
 
 

@@ -1,0 +1,135 @@
+"""Weights into a sharded model, a parameter at a time: each rank reads only the bytes of its own shards."""
+
+from collections.abc import Collection, Mapping, Sequence
+from pathlib import Path
+
+import torch
+from dayzero.runtime.errors import InputError
+from dayzero.runtime.headers import TensorHeader, headers_sha256
+from dayzero.runtime.nn import CausalLM
+from dayzero.runtime.nn.causal_lm import initialise
+from dayzero.runtime.safetensors_reader import SafetensorsReader
+from dayzero.runtime.spec import CheckpointId
+from dayzero.runtime.weights import BoundRule, Region, Rule, Shape, bind, whole
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+
+def check_same_checkpoint(folder: Path, headers: Mapping[str, TensorHeader], known: CheckpointId) -> None:
+    """Raises InputError if `folder` is not the checkpoint that the package was made from, by its tensors' headers."""
+    if headers_sha256(headers) != known.headers_sha256:
+        total = sum(header.bytes for header in headers.values())
+        raise InputError(
+            str(folder),
+            found=f"{len(headers)} tensors, {total} bytes",
+            expected=f"the checkpoint of this package: {known.architecture}, {known.tensors} tensors, "
+            f"{known.bytes} bytes, headers sha256 {known.headers_sha256[:12]}",
+            hint="Pass the right folder with --checkpoint, or onboard this one.",
+        )
+
+
+def local_part(parameter: Tensor) -> tuple[Tensor, Region]:
+    """This rank's part of a parameter and the region of the whole that it is. A plain tensor is all there."""
+    if not isinstance(parameter, DTensor):
+        return parameter.detach(), whole(tuple(parameter.shape))
+    shape, offset = compute_local_shape_and_global_offset(parameter.shape, parameter.device_mesh, parameter.placements)
+    region = tuple(slice(start, start + size) for start, size in zip(offset, shape, strict=True))
+    return parameter.detach().to_local(), region
+
+
+def load_checkpoint(
+    model: nn.Module,
+    rules: Sequence[Rule],
+    folder: Path,
+    headers: Mapping[str, TensorHeader],
+    elsewhere: Collection[str] = (),
+) -> int:
+    """Fills every parameter from the checkpoint and returns the bytes this rank read.
+
+    The model has real (not meta) parameters, sharded or not. elsewhere: parameters that do not come from the
+    checkpoint, such as adapters. Every value is compared after it is written. Raises InputError for a parameter or
+    buffer that no rule makes, a rule without a parameter, a shape that does not fit, or a value that the parameter's
+    dtype cannot hold.
+    """
+    bound = bind(rules)
+    parameters = {name: p for name, p in _tensors(model).items() if name not in elsewhere}
+    if missing := sorted(parameters.keys() - bound.keys()):
+        raise InputError(
+            f"weights.py: {missing[0]}",
+            found=f"no rule makes it, nor {len(missing) - 1} others" if missing[1:] else "no rule makes it",
+            expected="one rule for every parameter of model.py",
+            hint="It would train from whatever memory held. Run onboard again.",
+        )
+    if extra := sorted(bound.keys() - parameters.keys()):
+        raise InputError(
+            f"weights.py: {extra[0]}",
+            found="a rule for it, but no such parameter",
+            expected="one rule for every parameter of model.py",
+        )
+    shapes = {name: header.shape for name, header in headers.items()}
+    reader = SafetensorsReader(folder, {name: header.file for name, header in headers.items()})
+    for name in parameters:
+        _check_shape(bound[name], shapes, tuple(parameters[name].shape), folder)
+    read = 0
+    for name in sorted(parameters, key=lambda name: headers[bound[name].names()[0]].file):
+        local, region = local_part(parameters[name])
+        if local.numel():
+            value = bound[name].read(reader, shapes, region)
+            write_exactly(local, value, f"{folder}: {name}")
+            read += value.nbytes
+    return read
+
+
+def load_random(model: nn.Module, fresh: CausalLM, std: float, seed: int) -> None:
+    """Random weights, the same for any layout. fresh: the same model, unsharded and on the meta device; consumed."""
+    parameters = _tensors(model)
+    layers, fresh.layers = fresh.layers, nn.ModuleList()
+    for number, (prefix, unit) in enumerate(
+        [("", fresh), *((f"layers.{i}.", layer) for i, layer in enumerate(layers))]
+    ):
+        unit.to_empty(device="cpu")
+        initialise(unit, std, seed * 100_003 + number)
+        for name, value in _tensors(unit).items():
+            local, region = local_part(parameters[prefix + name])
+            with torch.no_grad():
+                local.copy_(value[region])
+        unit.to(device="meta")
+
+
+def write_exactly(local: Tensor, value: Tensor, where: str) -> None:
+    """Copies `value` and compares. Raises InputError if the copy changed it: lost precision, or a NaN."""
+    with torch.no_grad():
+        local.copy_(value)
+    if not torch.equal(local.to(value.device, value.dtype), value):
+        if value.isnan().any():
+            raise InputError(where, found=f"{int(value.isnan().sum())} NaN values", expected="numbers")
+        raise InputError(
+            where,
+            found=f"{value.dtype} values that {local.dtype} cannot hold",
+            expected="a parameter dtype that keeps every value",
+        )
+
+
+def _tensors(model: nn.Module) -> dict[str, Tensor]:
+    return {**dict(model.named_parameters()), **dict(model.named_buffers())}
+
+
+def _check_shape(rule: BoundRule, shapes: Mapping[str, Shape], expected: Shape, folder: Path) -> None:
+    try:
+        found = rule.shape(shapes)
+    except KeyError as error:
+        raise InputError(
+            f"{folder}: {error.args[0]}",
+            found="no such tensor",
+            expected=f"a source of {rule.parameter}",
+            hint="Is this another revision of the checkpoint?",
+        ) from None
+    except ValueError as error:
+        raise InputError(f"{folder}: {rule.parameter}", found=str(error), expected=f"{list(expected)}") from None
+    if found != expected:
+        raise InputError(
+            f"{folder}: {rule.names()[0]}",
+            found=f"{list(found)} for {rule.parameter}",
+            expected=f"{list(expected)} from model.py",
+        )

@@ -1,0 +1,125 @@
+"""A sharded model against the same model in one process: loss, every gradient, the global norm."""
+
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from dayzero.runtime.headers import read_headers
+from dayzero.runtime.load import load_checkpoint
+from dayzero.runtime.lora import LoRALinear, apply_lora, reset_lora
+from dayzero.runtime.nn import MixtureOfExperts
+from dayzero.runtime.optimizer import gradient_norm
+from dayzero.runtime.package import load_package
+from dayzero.runtime.parallel import Layout, make_meshes, parallelise
+from torch.distributed.tensor import DTensor
+
+LENGTHS = [(5, 9), (12,), (3, 1, 2), (7, 7)]  # documents of each rank; one valid token more on each
+
+
+def batches(vocabulary: int, rank: int, accumulation: int):
+    for micro in range(accumulation):
+        lengths = LENGTHS[(rank + micro) % len(LENGTHS)]
+        generator = torch.Generator().manual_seed(97 * rank + micro)
+        ids = torch.randint(0, vocabulary, (sum(lengths),), generator=generator)
+        labels = torch.randint(0, vocabulary, (sum(lengths),), generator=generator)
+        labels[: len(labels) - 1 - rank - 2 * micro] = -100
+        yield ids, labels, torch.tensor([0, *torch.tensor(lengths).cumsum(0).tolist()])
+
+
+def push_routing(model, pushes: dict[int, float]) -> None:
+    """Makes every token favour or avoid an expert, in a model without router bias: channel 0 is about 1 throughout."""
+    with torch.no_grad():
+        model.embed.weight[:, 0] = 40.0
+        for layer in model.layers:
+            layer.mixer.output.weight[0] = 0.0
+            layer.ffn_norm.weight[0] = 1.0
+            if isinstance(layer.ffn, MixtureOfExperts):
+                layer.ffn.experts.down[:, 0] = 0.0
+                for expert, push in pushes.items():
+                    layer.ffn.router.weight[expert, 0] = push
+            else:
+                layer.ffn.down.weight[0] = 0.0
+
+
+def whole(tensor):
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def compare(
+    folder: Path, layout: tuple[int, int, int], *, dtype=torch.float64, recompute=False, accumulation=1, lora=False,
+    pushes: dict[int, float] | None = None,
+) -> dict:  # fmt: skip
+    package = load_package(folder)
+    headers = read_headers(package.checkpoint)
+
+    def build(device):
+        with torch.device(device):
+            model = package.build()
+        if lora:
+            apply_lora(model, rank=4, alpha=8)
+        return model.to(dtype)
+
+    def fill(model):
+        adapters = [name for name, _ in model.named_parameters() if "lora_" in name]
+        load_checkpoint(model, package.rules, package.checkpoint, headers, elsewhere=adapters)
+        if lora:
+            reset_lora(model, torch.Generator().manual_seed(3))
+            for module in model.modules():
+                if isinstance(module, LoRALinear):
+                    module.lora_b.data.fill_(0.01)
+
+    reference = build("cpu")
+    fill(reference)
+    if pushes:
+        push_routing(reference, pushes)
+        model = build("cpu")
+        model.load_state_dict(reference.state_dict())
+        parallelise(model, make_meshes(Layout(*layout), "cpu"), recompute=recompute)
+    else:
+        model = build("meta")
+        parallelise(model, make_meshes(Layout(*layout), "cpu"), recompute=recompute)
+        model.to_empty(device="cpu")
+        fill(model)
+    vocabulary, rank, world = package.spec.vocabulary, dist.get_rank(), dist.get_world_size()
+    every = [list(batches(vocabulary, other, accumulation)) for other in range(world)]
+    valid = sum(int((labels != -100).sum()) for part in every for _, labels, _ in part)
+
+    want = torch.zeros((), dtype=dtype)
+    counts = 0
+    for part in every:
+        for ids, labels, cu_seqlens in part:
+            loss = reference(ids, cu_seqlens, labels) / valid
+            loss.backward()
+            want += loss.detach()
+            counts = counts + torch.stack(
+                [m.expert_counts for m in reference.modules() if isinstance(m, MixtureOfExperts)]
+            )
+    got = torch.zeros((), dtype=dtype)
+    for ids, labels, cu_seqlens in every[rank]:
+        loss = model(ids, cu_seqlens, labels) / valid
+        loss.backward()
+        got += loss.detach()
+    dist.all_reduce(got)
+
+    errors = {
+        "loss": float(abs(got - want) / want),
+        "parameters": 0.0,
+        "gradients": 0.0,
+        "where": "",
+        "counts": counts.tolist(),
+    }
+    expected = dict(reference.named_parameters())
+    assert expected.keys() == dict(model.named_parameters()).keys()
+    for name, parameter in model.named_parameters():
+        other = expected[name]
+        assert torch.equal(whole(parameter.detach()), other.detach()), f"{name} was not loaded"
+        assert (parameter.grad is None) == (other.grad is None), f"{name} has a gradient on one side only"
+        if other.grad is not None:
+            difference, size = float((whole(parameter.grad) - other.grad).norm()), float(other.grad.norm())
+            error = difference / size if size else difference
+            if not error <= errors["gradients"]:
+                errors["gradients"], errors["where"] = error, name
+    norm = torch.stack([p.grad.norm() for p in expected.values() if p.grad is not None]).norm()
+    errors["norm"] = float(abs(gradient_norm(model.parameters()) - norm) / norm)
+    errors["layout"] = {name: str(p.placements) for name, p in model.named_parameters() if "experts" in name}
+    return errors

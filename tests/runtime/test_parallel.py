@@ -1,0 +1,61 @@
+"""Every mesh gives the loss, the gradients and the norm of one process."""
+
+import handmade
+import harness
+import pytest
+import ranks
+import tiny
+import torch
+
+
+@pytest.fixture(scope="module")
+def packages(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("packages")
+    made = {}
+    for name, family, config in (
+        ("mixtral", "mixtral", {"num_hidden_layers": 2}),
+        ("qwen", "qwen3_moe", {"num_hidden_layers": 2, "num_experts": 8, "norm_topk_prob": False}),
+        ("top1", "mixtral", {"num_hidden_layers": 2, "num_experts_per_tok": 1}),
+    ):
+        checkpoint = tiny.make(family, folder / f"{name}-checkpoint", tokenizer=False, **config)
+        made[name] = handmade.write(checkpoint, folder / name)
+    return made
+
+
+CASES = {
+    "ep2-efsdp2": ("mixtral", (1, 4, 2), {}),
+    "ep1": ("mixtral", (1, 4, 1), {}),
+    "ep4": ("qwen", (1, 4, 4), {}),
+    "replicate2-ep2": ("qwen", (2, 2, 2), {}),
+    "replicate2-ep1": ("mixtral", (2, 2, 1), {}),
+    "replicate4-ep4": ("qwen", (4, 1, 4), {}),
+    "expert-without-tokens": ("mixtral", (1, 4, 2), {"pushes": {3: -20.0}}),
+    "rank-without-tokens": ("mixtral", (1, 4, 2), {"pushes": {0: 20.0, 1: 20.0}}),
+    "all-to-one-expert": ("top1", (1, 4, 2), {"pushes": {4: 20.0}}),
+    "recompute": ("qwen", (1, 4, 2), {"recompute": True}),
+    "recompute-rank-without-tokens": ("mixtral", (1, 4, 2), {"recompute": True, "pushes": {0: 20.0, 1: 20.0}}),
+    "accumulate3": ("mixtral", (1, 4, 2), {"accumulation": 3}),
+    "lora": ("qwen", (1, 4, 2), {"lora": True}),
+    "lora-recompute-accumulate": ("mixtral", (2, 2, 2), {"lora": True, "recompute": True, "accumulation": 2}),
+    "float32": ("mixtral", (1, 4, 2), {"dtype": torch.float32}),
+}
+
+
+@pytest.fixture(scope="module")
+def errors(packages):
+    """[errors of every case] of every rank, computed in one go: most of a small case is the start of processes."""
+    cases = {name: (packages[package], {"layout": layout, **case}) for name, (package, layout, case) in CASES.items()}
+    return harness.run(ranks.expert_parallel, 4, cases, timeout=200)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_equals_one_process(name, errors):
+    case = CASES[name][2]
+    tolerance = 2e-6 if case.get("dtype") == torch.float32 else 1e-9
+    for result in (of_rank[name] for of_rank in errors):
+        assert result["loss"] <= tolerance
+        assert result["gradients"] <= tolerance, result["where"]
+        assert result["norm"] <= tolerance
+        for layer in result["counts"]:
+            for expert, push in case.get("pushes", {}).items():
+                assert layer[expert] == (0 if push < 0 else sum(layer) // len(case["pushes"]))
