@@ -83,6 +83,20 @@ class SourceSpec(Record):
     dim: int | None = None
     parts: list["SourceSpec"] = []
 
+    @classmethod
+    def of(cls, source: Source) -> "SourceSpec":
+        """The data of an expression."""
+        match source:
+            case Stored(name):
+                return cls(op="stored", name=name)
+            case Stack(over, count, part):
+                return cls(op="stack", over=over, count=count, parts=[cls.of(part)])
+            case Concat(dim, parts):
+                return cls(op="concat", dim=dim, parts=[cls.of(part) for part in parts])
+            case Transpose(part):
+                return cls(op="transpose", parts=[cls.of(part)])
+        raise TypeError(f"{source!r} is not a weight expression")
+
     def build(self) -> Source:
         parts = tuple(part.build() for part in self.parts)
         match self.op:
@@ -101,11 +115,11 @@ class SourceSpec(Record):
 
 
 class RuleSpec(Record):
-    """A weight rule as data. ranges: placeholder -> (start, stop)."""
+    """A weight rule as data. ranges: placeholder -> (start, stop) or (start, stop, step)."""
 
     parameter: str
     source: SourceSpec
-    ranges: dict[str, tuple[int, int]] = {}
+    ranges: dict[str, tuple[int, int] | tuple[int, int, int]] = {}
 
     def build(self) -> Rule:
         ranges = {name: range(*bounds) for name, bounds in self.ranges.items()}

@@ -1,0 +1,29 @@
+"""What each part of a layer could be: candidate blocks from the library, likeliest first.
+
+A candidate is a block, where each of its arguments comes from, and where each of its parameters comes from. It is a
+claim about the reference module, to be proven (`onboard.prove`); nothing here decides. Arguments are kept as evidence
+that can be resolved again on another model: the shrunk one, one with changed config values, and the real one.
+"""
+
+from collections.abc import Callable
+
+from .attention import propose_attention
+from .evidence import Candidate, Evidence, Site, site_of
+from .feed_forward import propose_feed_forward
+from .moe import propose_moe
+from .norm import propose_norm
+
+# Role of a layer's part -> what may propose blocks for it. A new kind of block joins by adding its proposer here.
+PROPOSERS: dict[str, tuple[Callable[[Site], list[Candidate]], ...]] = {
+    "norm": (propose_norm,),
+    "mixer": (propose_attention,),
+    "ffn": (propose_feed_forward, propose_moe),
+}
+
+
+def propose(role: str, site: Site) -> list[Candidate]:
+    """All candidates for the module at `site`, likeliest first."""
+    return [candidate for proposer in PROPOSERS[role] for candidate in proposer(site)]
+
+
+__all__ = ["PROPOSERS", "Candidate", "Evidence", "Site", "propose", "site_of"]

@@ -1,0 +1,130 @@
+"""Where an argument of a block comes from, in a form that can be resolved again on another model."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+from dayzero.onboard.discover import Call
+from dayzero.onboard.trace import Operations, trace
+from dayzero.runtime.safetensors_reader import TensorsReader
+from dayzero.runtime.spec import BlockSpec
+from dayzero.runtime.weights import Source, whole
+from torch import Tensor, nn
+
+
+@dataclass(frozen=True)
+class Evidence:
+    """label: for the report. resolve(module, config): the value for that module of that model."""
+
+    label: str
+    resolve: Callable[[nn.Module, Any], Any] = field(compare=False)
+
+
+def literal(value: Any, why: str) -> Evidence:
+    """A value that no field or shape of the model gives."""
+    return Evidence(f"{value!r} ({why})", lambda module, config: value)
+
+
+def attribute(path: str, name: str) -> Evidence:
+    """A scalar attribute of the module, or of the child at `path`."""
+    label = f"{path}.{name}" if path else name
+    return Evidence(f"attribute {label}", lambda module, config: getattr(module.get_submodule(path), name))
+
+
+def config_field(name: str) -> Evidence:
+    return Evidence(f"config {name}", lambda module, config: getattr(config, name, None))
+
+
+def size(parameter: str, dim: int, divide: int = 1) -> Evidence:
+    """A dimension of one of the module's parameters, divided."""
+    shown = f" / {divide}" if divide != 1 else ""
+    return Evidence(
+        f"shape of {parameter}[{dim}]{shown}",
+        lambda module, config: module.get_parameter(parameter).shape[dim] // divide,
+    )
+
+
+def present(parameter: str) -> Evidence:
+    """Whether the module has this parameter."""
+    owner, _, name = parameter.rpartition(".")
+    return Evidence(
+        f"{parameter} is there or not",
+        lambda module, config: getattr(module.get_submodule(owner), name, None) is not None,
+    )
+
+
+@dataclass
+class Candidate:
+    """arguments: of the block's constructor. parameters: block parameter -> expression over the module's parameters."""
+
+    block: str
+    arguments: dict[str, Evidence]
+    parameters: dict[str, Source]
+
+    def spec(self, module: nn.Module, config: Any) -> BlockSpec:
+        """The block for this very module. Raises ValueError if the values do not make one."""
+        return BlockSpec(
+            block=self.block,
+            arguments={name: evidence.resolve(module, config) for name, evidence in self.arguments.items()},
+        )
+
+    def values(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """The block's parameters, made from tensors of the module's parameters (its values, or its gradients)."""
+        reader = TensorsReader(tensors)
+        shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+        return {
+            name: source.read(reader, shapes, {}, whole(source.shape(shapes, {})))
+            for name, source in self.parameters.items()
+        }
+
+    def describe(self) -> list[str]:
+        """One line an argument: its name and where its value comes from."""
+        return [f"{name} from {evidence.label}" for name, evidence in self.arguments.items()]
+
+    @property
+    def key(self) -> tuple:
+        """Equal for equal claims."""
+        arguments = sorted((name, evidence.label) for name, evidence in self.arguments.items())
+        return (self.block, *arguments, *sorted(map(str, self.parameters.items())))
+
+
+@dataclass
+class Site:
+    """One module of the reference as it was called. inner: the calls below it, by path relative to it."""
+
+    call: Call
+    inner: dict[str, Call]
+    config: Any
+
+    @property
+    def module(self) -> nn.Module:
+        return self.call.module
+
+    @cached_property
+    def operations(self) -> Operations:
+        """What the module executes on the captured input."""
+        return trace(lambda: self.call.replay(self.call.hidden))
+
+    def explain(self, value: float) -> list[Evidence]:
+        """Every attribute and config field that holds exactly this value, the nearest to the computation first."""
+        found: list[Evidence] = []
+        for path, module in self.module.named_modules():
+            for name, held in sorted(vars(module).items()):
+                if not name.startswith("_") and _equal(held, value):
+                    found.append(attribute(path, name))
+        for name, held in sorted(self.config.to_dict().items()):
+            if _equal(held, value):
+                found.append(config_field(name))
+        return found
+
+
+def _equal(held: Any, value: float) -> bool:
+    return isinstance(held, (int, float)) and not isinstance(held, bool) and held == value
+
+
+def site_of(calls: Mapping[str, Call], path: str, config: Any) -> Site:
+    """The site of the module at `path`."""
+    prefix = path + "."
+    inner = {name.removeprefix(prefix): call for name, call in calls.items() if name.startswith(prefix)}
+    return Site(calls[path], inner, config)

@@ -1,0 +1,231 @@
+"""Proves that a block computes what its reference module computes, or says by how much it misses.
+
+Both are run as functions of their hidden input, in float64: on the captured input, on fresh inputs of several sizes up
+to saturation, on re-drawn weights. Outputs, input gradients and every parameter gradient must agree, and both must
+execute the same operations with the same constants.
+"""
+
+import contextlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+
+import torch
+from dayzero.runtime.nn import Context
+from dayzero.runtime.nn.context import lengths_of, positions_of
+from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from .candidates import Candidate, Site, propose
+from .reference import redraw
+from .trace import trace
+
+TOLERANCE = 1e-9  # relative, float64
+BOUND = 400  # candidates looked at for one module
+_INPUT_SCALES = (0.3, 1.0, 5.0, 30.0)
+_WEIGHT_GAINS = (1.0, 2.5)
+
+
+@dataclass
+class Attempt:
+    """One candidate and how it fared. error: worst relative error so far; objection: why it was rejected, if it was."""
+
+    candidate: Candidate
+    error: float
+    where: str
+    objection: str = ""
+
+    @property
+    def proven(self) -> bool:
+        return not self.objection
+
+
+@dataclass
+class Verdict:
+    """All attempts on one module, in the order in which they were made; survivors best first."""
+
+    attempts: list[Attempt] = field(default_factory=list)
+
+    @property
+    def survivors(self) -> list[Attempt]:
+        return [attempt for attempt in self.attempts if attempt.proven]
+
+
+def relative_error(ours: Tensor, reference: Tensor, floor: float = 0.0) -> float:
+    """||ours - reference|| / ||reference||; infinite for NaN or a wrong shape.
+
+    floor: a size below which the reference counts as this large, for gradients that are zero in exact arithmetic.
+    """
+    if ours.shape != reference.shape:
+        return float("inf")
+    size = max(float(torch.linalg.vector_norm(reference.detach())), floor)
+    miss = float(torch.linalg.vector_norm((ours - reference).detach()))
+    if miss != miss or size != size:
+        return float("inf")
+    return miss / size if size else (0.0 if miss == 0 else float("inf"))
+
+
+def block_function(site: Site, block: nn.Module, *, exact: bool = True) -> Callable[[Tensor], Tensor]:
+    """The block as a function of the reference's hidden input: [B, S, H] in, [B, S, H] out."""
+    shape = site.call.hidden.shape
+    context = context_of(site)
+
+    def call(hidden: Tensor) -> Tensor:
+        flat = hidden.reshape(-1, shape[-1])
+        # The fused attention recomputes probabilities from a log-sum-exp, which loses digits once softmax saturates.
+        with sdpa_kernel(SDPBackend.MATH) if exact else contextlib.nullcontext():
+            out = block(flat, context) if context is not None else block(flat)
+        return out.reshape(site.call.result.shape)
+
+    return call
+
+
+def context_of(site: Site) -> Context | None:
+    """What the reference was handed beside its hidden input, as our context; None for modules that need none."""
+    if not any(isinstance(value, (Tensor, tuple)) for value in [*site.call.args[1:], *site.call.kwargs.values()][1:]):
+        return None
+    batch, length = site.call.hidden.shape[:2]
+    bounds = torch.arange(0, (batch + 1) * length, length)
+    lengths = lengths_of(bounds, batch * length)
+    pairs = [v for v in [*site.call.args, *site.call.kwargs.values()] if isinstance(v, tuple) and len(v) == 2]
+    pairs = [pair for pair in pairs if all(isinstance(table, Tensor) and table.ndim == 3 for table in pair)]
+    cos, sin = (table.expand(batch, -1, -1).flatten(0, 1) for table in pairs[0]) if pairs else (None, None)
+    return Context(bounds, lengths, positions_of(lengths, bounds.device), cos, sin)
+
+
+def prove(role: str, site: Site, generator: torch.Generator) -> Verdict:
+    """Tries the candidates for `role` at this module, likeliest first, until one holds; the rest of those that the
+    captured input alone cannot tell from it are tried too, so that what remains ambiguous is known."""
+    verdict = Verdict()
+    for candidate in _bounded(propose(role, site)):
+        verdict.attempts.append(attempt(candidate, site, generator, thorough=False))
+    rivals = [a for a in verdict.attempts if a.proven]
+    for rival in rivals:
+        final = attempt(rival.candidate, site, generator, thorough=True)
+        rival.error, rival.where, rival.objection = max(rival.error, final.error), final.where, final.objection
+    return verdict
+
+
+def _bounded(candidates: list[Candidate]) -> Iterator[Candidate]:
+    seen = set()
+    for candidate in candidates[:BOUND]:
+        if candidate.key not in seen:
+            seen.add(candidate.key)
+            yield candidate
+
+
+def attempt(candidate: Candidate, site: Site, generator: torch.Generator, *, thorough: bool) -> Attempt:
+    """One candidate against the module. Not thorough: output on the captured input only, which costs little."""
+    try:
+        block = candidate.spec(site.module, site.config).build().to(torch.float64)
+    except (ValueError, TypeError, AttributeError, IndexError) as error:
+        return Attempt(candidate, float("inf"), "construction", f"cannot be built: {error}")
+    if not thorough:
+        with torch.no_grad():
+            error = _load(block, candidate, site) or _forward_error(site, block, site.call.hidden)
+        objection = "" if error <= TOLERANCE else f"output misses by {error:.1e} on the captured input"
+        return Attempt(candidate, error, "captured input", objection)
+    saved = {name: parameter.detach().clone() for name, parameter in site.module.named_parameters()}
+    worst, where = 0.0, "captured input"
+    try:
+        for name, hidden, gain in _trials(site, generator):
+            if gain is not None:
+                redraw(site.module, generator, gain)
+            _load(block, candidate, site)
+            for what, error in errors(site, candidate, block, hidden, generator).items():
+                if error > worst:
+                    worst, where = error, f"{what}, {name}"
+            if not worst <= TOLERANCE:
+                return Attempt(candidate, worst, where, f"{where} misses by {worst:.1e}")
+    finally:
+        with torch.no_grad():
+            for name, parameter in site.module.named_parameters():
+                parameter.copy_(saved[name])
+    _load(block, candidate, site)
+    ours = trace(lambda: block_function(site, block, exact=False)(site.call.hidden))
+    unexplained = [f"reference only: {line}" for line in site.operations.difference(ours)]
+    unexplained += [f"block only: {line}" for line in ours.difference(site.operations)]
+    return Attempt(candidate, worst, where, "; ".join(unexplained))
+
+
+def _trials(site: Site, generator: torch.Generator) -> Iterator[tuple[str, Tensor, float | None]]:
+    """(name, hidden input, gain to redraw the weights with before, None to keep them)."""
+    yield "captured input", site.call.hidden, None
+    for gain in _WEIGHT_GAINS:
+        for position, scale in enumerate(_INPUT_SCALES):
+            hidden = torch.randn(site.call.hidden.shape, generator=generator, dtype=torch.float64) * scale
+            yield f"input x{scale:g}, weights x{gain:g}", hidden, gain if position == 0 else None
+
+
+def _load(block: nn.Module, candidate: Candidate, site: Site) -> float:
+    """Copies the module's parameters into the block. Returns infinity where they do not fit, else 0."""
+    values = candidate.values({name: p.detach() for name, p in site.module.named_parameters()})
+    parameters = dict(block.named_parameters())
+    if values.keys() != parameters.keys():
+        return float("inf")
+    with torch.no_grad():
+        for name, value in values.items():
+            if parameters[name].shape != value.shape:
+                return float("inf")
+            parameters[name].copy_(value)
+    return 0.0
+
+
+def _forward_error(site: Site, block: nn.Module, hidden: Tensor) -> float:
+    try:
+        return relative_error(block_function(site, block)(hidden), site.call.replay(hidden))
+    except (RuntimeError, ValueError):
+        return float("inf")
+
+
+def errors(
+    site: Site, candidate: Candidate, block: nn.Module, hidden: Tensor, generator: torch.Generator
+) -> dict[str, float]:
+    """Relative errors of the output, the input gradient and every parameter gradient, for one input.
+
+    Where softmax is saturated a gradient is what is left of a cancellation, and one rounding of the input moves the
+    reference's own gradient by far more than the tolerance. The reference is run again on an input that differs by
+    its last bit; a quantity that this moves by more than a tenth of the tolerance is not judged on this input.
+    """
+    cotangent = torch.randn(site.call.result.shape, generator=generator, dtype=torch.float64)
+    last_bit = 1.0 + torch.randint(-1, 2, hidden.shape, generator=generator) * 2.0**-52
+    theirs = _outputs(site.call.replay, site.module, hidden, cotangent)
+    moved = _outputs(site.call.replay, site.module, hidden * last_bit, cotangent)
+    ours = _outputs(block_function(site, block), block, hidden, cotangent)
+
+    wanted = candidate.values(theirs.gradients)
+    wanted_moved = candidate.values(moved.gradients)
+    sizes = [float(torch.linalg.vector_norm(grad)) for grad in theirs.gradients.values()]
+    floor = 1e-6 * max(sizes, default=0.0)
+    pairs = {
+        "output": (ours.output, theirs.output, moved.output, 0.0),
+        "input gradient": (ours.input, theirs.input, moved.input, 1e-6 * float(cotangent.norm())),
+    } | {
+        f"gradient of {name}": (grad, wanted[name], wanted_moved[name], floor) for name, grad in ours.gradients.items()
+    }
+    found = {}
+    for what, (got, want, want_moved, floor_here) in pairs.items():
+        noise = relative_error(want_moved, want, floor_here)
+        if what == "output" or not noise > TOLERANCE / 10:
+            found[what] = relative_error(got, want, floor_here)
+    used = {name for source in candidate.parameters.values() for name in source.names({})}
+    for name in theirs.gradients.keys() - used:
+        if bool(theirs.gradients[name].any()):
+            found[f"gradient of the reference's {name}, which the block does not have"] = float("inf")
+    return found
+
+
+@dataclass
+class _Outputs:
+    output: Tensor
+    input: Tensor
+    gradients: dict[str, Tensor]
+
+
+def _outputs(function: Callable[[Tensor], Tensor], module: nn.Module, hidden: Tensor, cotangent: Tensor) -> _Outputs:
+    """The function's output and its gradients; a parameter that it does not reach has gradient zero."""
+    hidden = hidden.detach().clone().requires_grad_(True)
+    parameters = dict(module.named_parameters())
+    output = function(hidden)
+    inputs = [hidden, *parameters.values()]
+    grads = torch.autograd.grad(output, inputs, cotangent, allow_unused=True, materialize_grads=True)
+    return _Outputs(output.detach(), grads[0], dict(zip(parameters, grads[1:], strict=True)))
