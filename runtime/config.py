@@ -1,0 +1,190 @@
+"""The settings of a training run: a package's train.yaml, overridden by `--set section.key=value`."""
+
+import difflib
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any, Literal, Self
+
+import yaml
+from dayzero.runtime.errors import InputError
+from dayzero.runtime.precision import Precision
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+
+class Section(BaseModel):
+    model_config = ConfigDict(extra="forbid", validate_default=True)
+
+
+class Train(Section):
+    """What is trained, and for how long."""
+
+    mode: Literal["lora", "full"] = Field("lora", description="lora: adapters only; full: every parameter")
+    init: Literal["checkpoint", "random"] = Field("checkpoint", description="where the weights come from")
+    steps: int = Field(100, ge=1, description="optimizer steps")
+    accumulation: int = Field(1, ge=1, description="batches of every rank in one step")
+    precision: Precision = Field("bf16", description="bf16: compute in bfloat16, update in float32; or fp32")
+    seed: int = Field(0, ge=0, description="of adapters, dropout, random weights and the data order")
+    deterministic: bool = Field(True, description="the same run gives the same losses, bit for bit")
+
+
+class Data(Section):
+    """How examples become batches."""
+
+    max_length: int = Field(1024, ge=1, description="longer examples are cut to this many tokens")
+    tokens_per_rank: int = Field(4096, ge=1, description="room for whole examples in a rank's batch")
+
+    @model_validator(mode="after")
+    def _an_example_fits(self) -> Self:
+        if self.max_length > self.tokens_per_rank:
+            raise ValueError(f"max_length {self.max_length} does not fit into tokens_per_rank {self.tokens_per_rank}")
+        return self
+
+
+class Optimizer(Section):
+    """AdamW, with warmup and cosine decay."""
+
+    lr: float = Field(1e-4, gt=0, description="peak learning rate")
+    warmup: int = Field(10, ge=0, description="steps up to the peak")
+    floor: float = Field(0.1, ge=0, le=1, description="last learning rate, as a part of the peak")
+    betas: tuple[float, float] = Field((0.9, 0.95), description="decay of the two moments")
+    eps: float = Field(1e-8, gt=0, description="added to the root of the second moment")
+    weight_decay: float = Field(0.0, ge=0, description="of matrices; vectors do not decay")
+    clip: float = Field(1.0, gt=0, description="largest norm of all gradients together")
+
+
+class Lora(Section):
+    """Adapters, with train.mode=lora."""
+
+    rank: int = Field(16, ge=1, description="width of the adapters")
+    alpha: float = Field(32.0, gt=0, description="adapters are scaled by alpha / rank")
+    dropout: float = Field(0.0, ge=0, lt=1, description="on the adapters' input")
+    targets: list[str] | Literal["auto"] = Field("auto", description="linear layers by name, or auto")
+
+
+class Parallel(Section):
+    """How the ranks share the model."""
+
+    ep: int | Literal["auto"] = Field("auto", description="ranks that share the experts of a layer, or auto")
+    dp_replicate: int = Field(1, ge=1, description="copies of the sharded model")
+
+
+class Memory(Section):
+    """What is computed again instead of being kept."""
+
+    recompute: bool = Field(True, description="keep only the input of each layer for the backward pass")
+    loss_chunk: int | None = Field(2048, ge=1, description="tokens whose logits exist at a time; null for all")
+
+
+class Checkpoint(Section):
+    """What a run leaves behind to continue from."""
+
+    every: int = Field(50, ge=1, description="steps between checkpoints; the last step always has one")
+    keep: int = Field(2, ge=1, description="newest checkpoints to keep")
+
+
+class Evaluation(Section):
+    """Loss on the held-out data, with --eval-data."""
+
+    every: int = Field(50, ge=1, description="steps between evaluations; before the first and after the last, always")
+
+
+class Log(Section):
+    """Besides metrics.jsonl, which is always written."""
+
+    tensorboard: bool = Field(True, description="write TensorBoard files, if the package is installed")
+
+
+class TrainConfig(Section):
+    """Everything that a run can be told, with its defaults."""
+
+    train: Train = Train()
+    data: Data = Data()
+    optimizer: Optimizer = Optimizer()
+    lora: Lora = Lora()
+    parallel: Parallel = Parallel()
+    memory: Memory = Memory()
+    checkpoint: Checkpoint = Checkpoint()
+    eval: Evaluation = Evaluation()
+    log: Log = Log()
+
+
+def load_config(file: Path | None, overrides: Iterable[str] = ()) -> TrainConfig:
+    """The settings of `file` (None for the defaults), then `overrides`, each "section.key=value" with a YAML value.
+
+    Raises InputError for a file that is not YAML, an unknown key (naming the nearest known one) or a bad value.
+    """
+    tree: dict[str, Any] = {}
+    source: dict[str, str] = {}
+    if file is not None:
+        tree = _read(file)
+        for key, _ in _leaves(tree):
+            source[key] = f"{file}: {key}"
+            _check_key(key, source[key])
+    for override in overrides:
+        key, equals, text = override.partition("=")
+        key = key.strip()
+        if not equals:
+            raise InputError(f"--set {override}", found="no value", expected="section.key=value")
+        source[key] = f"--set {key}"
+        _check_key(key, source[key])
+        section, _, name = key.partition(".")
+        try:
+            value = yaml.safe_load(text)
+        except yaml.YAMLError:
+            raise InputError(source[key], found=text, expected="a YAML value") from None
+        tree.setdefault(section, {})[name] = value
+    try:
+        return TrainConfig.model_validate(tree)
+    except ValidationError as error:
+        first = error.errors()[0]
+        key = ".".join(str(part) for part in first["loc"][:2])
+        where = source.get(key, next((text for name, text in source.items() if name.startswith(f"{key}.")), key))
+        found = str(first["input"]) if "." in key else ""
+        raise InputError(where, found=found, expected=first["msg"].removeprefix("Value error, ")) from None
+
+
+def render_yaml(config: TrainConfig) -> str:
+    """The settings as YAML, each with what it means. `load_config` reads it back unchanged."""
+    lines = ["# Settings of `runtime train`. Override any of them with --set section.key=value."]
+    for section, values in config:
+        lines += ["", f"# {type(values).__doc__}", f"{section}:"]
+        for name, field in type(values).model_fields.items():
+            value = yaml.safe_dump(_plain(getattr(values, name)), default_flow_style=True, width=1000)
+            text = value.removesuffix("\n").removesuffix("\n...")
+            lines.append(f"  {name}: {text}".ljust(28) + f"  # {field.description}")
+    return "\n".join(lines) + "\n"
+
+
+def known_keys() -> list[str]:
+    """Every setting as section.key."""
+    sections = {name: type(values) for name, values in TrainConfig()}
+    return [f"{section}.{name}" for section, kind in sections.items() for name in kind.model_fields]
+
+
+def _read(file: Path) -> dict[str, Any]:
+    try:
+        tree = yaml.safe_load(file.read_text())
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        raise InputError(str(file), found=" ".join(str(error).split()), expected="YAML") from None
+    if not isinstance(tree, dict | None) or not all(isinstance(section, dict) for section in (tree or {}).values()):
+        raise InputError(str(file), found="not sections of settings", expected="lines such as train: {steps: 100}")
+    return tree or {}
+
+
+def _leaves(tree: dict[str, Any]) -> Iterator[tuple[str, Any]]:
+    for section, values in tree.items():
+        yield from ((f"{section}.{name}", value) for name, value in values.items())
+
+
+def _check_key(key: str, where: str) -> None:
+    known = known_keys()
+    if key not in known:
+        names = {name.partition(".")[2]: name for name in known}
+        near = difflib.get_close_matches(key, known, 1, 0.5)
+        near = near or [names[name] for name in difflib.get_close_matches(key.rpartition(".")[2], list(names), 1)]
+        hint = f"Did you mean {near[0]}?" if near else f"There are {', '.join(known)}."
+        raise InputError(where, found="unknown setting", expected="a known one", hint=hint)
+
+
+def _plain(value: Any) -> Any:
+    return list(value) if isinstance(value, tuple) else value

@@ -1,0 +1,39 @@
+"""Which dtype a parameter is kept in, and which one the forward and backward pass compute in."""
+
+from collections.abc import Mapping, Sequence
+from typing import Literal
+
+import torch
+from dayzero.runtime.headers import TensorHeader
+from dayzero.runtime.safetensors_reader import torch_dtype
+from dayzero.runtime.weights import Rule, bind
+from torch import nn
+
+Precision = Literal["bf16", "fp32"]
+FROZEN = ("BF16", "F16", "F32")
+
+
+def compute_dtype(precision: Precision) -> torch.dtype | None:
+    """The dtype that parameters are cast to for a pass, None for their own."""
+    return torch.bfloat16 if precision == "bf16" else None
+
+
+def keep_parameters(model: nn.Module, precision: Precision, stored: Mapping[str, torch.dtype]) -> None:
+    """Sets each parameter's dtype: float32 for what is trained, since small updates vanish in bfloat16.
+
+    A frozen one in a bf16 run keeps the dtype of the checkpoint. stored: parameter name -> that dtype, float32 if it
+    is not there. Parameters of the meta device cost nothing.
+    """
+    for name, parameter in model.named_parameters():
+        frozen = precision == "bf16" and not parameter.requires_grad
+        parameter.data = parameter.data.to(stored.get(name, torch.float32) if frozen else torch.float32)
+
+
+def stored_dtypes(rules: Sequence[Rule], headers: Mapping[str, TensorHeader]) -> dict[str, torch.dtype]:
+    """Parameter name -> the dtype of its tensors in the checkpoint, where they all have the same 16 or 32 bit one."""
+    dtypes = {}
+    for name, rule in bind(rules).items():
+        found = {headers[source].dtype for source in rule.names() if source in headers}
+        if len(found) == 1 and found <= set(FROZEN):
+            dtypes[name] = torch_dtype(found.pop())
+    return dtypes
