@@ -5,50 +5,27 @@ device: arguments from the same attributes and shapes, rules from the same names
 shrunk layer that has their signature.
 """
 
-import hashlib
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
-from dayzero.runtime.spec import BlockSpec, CheckpointId, LayerKind, LayerRun, ModelSpec, Proof, RuleSpec, SourceSpec
-from torch import nn
+from dayzero.runtime.spec import CheckpointId, ModelSpec, RuleSpec, SourceSpec
 
-from .candidates import Candidate, site_of
-from .candidates.rotary import TOLERANCE as ROTARY_TOLERANCE
-from .candidates.rotary import propose_rotary
+from .composition import NotProven, Unproven, load_reference, prove_model, specification_of
 from .config_fields import IRRELEVANT, RENAMED
-from .discover import Call, ModelParts, Undiscovered, discover, tensors
-from .prove import Attempt, prove
+from .interventions import Intervention, intervene
+from .prove import Attempt
 from .reference import UnknownArchitecture, build, on_disk, redraw
 from .rules import NoRule, find_rules, full_rules, layer_templates
-from .shrink import SEQUENCE, layer_signatures, part_signature, shrink
-
-ROLES = ("mixer_norm", "mixer", "ffn_norm", "ffn")
-_ROLE_OF_PART = {"mixer_norm": "norm", "mixer": "mixer", "ffn_norm": "norm", "ffn": "ffn", "norm": "norm"}
-
-
-@dataclass
-class Unproven:
-    """One thing that stands between a checkpoint and its adapter. tried: the nearest candidates and their misses."""
-
-    where: str
-    why: str
-    tried: list[str] = field(default_factory=list)
-
-
-class NotProven(Exception):
-    """The checkpoint is beyond what can be proven; nothing may be generated."""
-
-    def __init__(self, unproven: list[Unproven]):
-        self.unproven = unproven
-        super().__init__("; ".join(f"{item.where}: {item.why}" for item in unproven))
+from .shrink import SEQUENCE, layer_signatures, shrink
 
 
 @dataclass
 class Specification:
     """spec: of the real model. shrunk: of the small one, whose config is shrunk_config. attempts: by reference module
-    path of the shrunk model. reads: config fields that the reference read. unread: fields that nobody did."""
+    path of the shrunk model. reads: config fields that the reference read. unread: fields that nobody did.
+    interventions: what became of the model when fields were changed."""
 
     spec: ModelSpec
     shrunk: ModelSpec
@@ -56,17 +33,7 @@ class Specification:
     attempts: dict[str, list[Attempt]]
     reads: list[str]
     unread: list[str]
-
-
-@dataclass
-class _Proven:
-    """What holds for the shrunk model. parts[i]: role -> attempt that stands for it in layer i."""
-
-    parts: ModelParts
-    layers: list[dict[str, Attempt]]
-    norm: Attempt
-    rotary: Candidate | None
-    tied: bool
+    interventions: list[Intervention]
 
 
 def specify(
@@ -84,8 +51,15 @@ def specify(
     redraw(reference, generator)
     ids = torch.randint(3, reference.config.vocab_size, (2, SEQUENCE), generator=generator)
     proven, attempts = prove_model(reference, ids, generator, tell)
+    reads = (reads | {stored_as(reference.config, name) for name in reads}) & small.keys()
     unread = unread_fields(config, reads, reference.config)
-    shrunk = _spec(reference, reference.config, proven, list(range(len(proven.layers))), identity, name)
+    # A field of the class that is not read at these values may be read at others, or never: vary it to see.
+    dormant = {name for name in unread if name in declared_fields(reference.config)}
+    interventions = intervene(small, reads | dormant, proven, ids, identity, tell)
+    inert = {name for item in interventions for name in item.reads}
+    inert |= {item.field for item in interventions if item.field in dormant and item.effect in {"none", "refused"}}
+    unread = [name for name in unread if name not in inert]
+    shrunk = specification_of(reference, reference.config, proven, list(range(len(proven.layers))), identity, name)
     shrunk_model = shrunk.build().to(torch.float64)
     load_reference(shrunk_model, reference, proven)
     try:
@@ -97,76 +71,17 @@ def specify(
         update={"rules": [RuleSpec(parameter=parameter, source=SourceSpec.of(s)) for parameter, s in found.items()]}
     )
     follows = _follow(layer_signatures(full), len(proven.layers))
-    spec = _spec(full, full.config, proven, follows, identity, name)
+    spec = specification_of(full, full.config, proven, follows, identity, name)
     with torch.device("meta"):
         shapes = {parameter: tuple(tensor.shape) for parameter, tensor in spec.build().named_parameters()}
     spec = spec.model_copy(update={"rules": full_rules(templates, follows, shapes)})
-    return Specification(spec, shrunk, small, attempts, sorted(reads & small.keys()), unread)
+    return Specification(spec, shrunk, small, attempts, sorted(reads), unread, interventions)
 
 
 def small_summary(small: Mapping[str, Any]) -> str:
     """The shrunk sizes in one line."""
     sizes = [f"{name}={value}" for name, value in small.items() if name.startswith(("num_", "hidden_size", "vocab"))]
     return ", ".join(sizes)
-
-
-def prove_model(
-    reference: nn.Module,
-    ids: torch.Tensor,
-    generator: torch.Generator,
-    tell: Callable[[str], None] = lambda line: None,
-) -> tuple[_Proven, dict[str, list[Attempt]]]:
-    """Every distinct block of the reference, proven, and all attempts by module path. Raises NotProven."""
-    try:
-        parts = discover(reference, ids)
-    except Undiscovered as error:
-        raise NotProven([Unproven("structure", str(error))]) from None
-    unproven: list[Unproven] = []
-    attempts: dict[str, list[Attempt]] = {}
-    known: dict[tuple, Attempt] = {}
-
-    def best(role: str, path: str, signature: tuple) -> Attempt | None:
-        if signature in known:
-            return known[signature]
-        tell(f"proving {path}")
-        verdict = prove(_ROLE_OF_PART[role], site_of(parts.calls, path, reference.config), generator)
-        attempts[path] = verdict.attempts
-        if not verdict.survivors:
-            nearest = sorted(verdict.attempts, key=lambda attempt: attempt.error)[:3]
-            tried = [f"{a.candidate.block}: {a.objection}" for a in nearest]
-            kind = type(parts.calls[path].module).__name__
-            why = f"no block reproduces {kind}" if tried else f"no block here is like {kind}"
-            unproven.append(Unproven(path, why, tried))
-            return None
-        known[signature] = verdict.survivors[0]
-        return known[signature]
-
-    layers = []
-    signatures = layer_signatures(reference)
-    for index, layer in enumerate(parts.layer_parts):
-        chosen = {}
-        for role in ROLES:
-            path = f"{parts.layers}.{index}.{getattr(layer, role)}"
-            signature = part_signature(signatures[index], getattr(layer, role))
-            chosen[role] = best(role, path, (role, signature, _handed(parts.calls[path])))
-        layers.append(chosen)
-    norm = best("norm", parts.norm, ("final",))
-    rotary = None
-    if parts.rotary is not None:
-        rotary = propose_rotary(parts.calls[parts.rotary], reference.config)
-        if rotary is None:
-            kind = type(parts.calls[parts.rotary].module).__name__
-            unproven.append(Unproven(parts.rotary, f"no formula here gives the tables of {kind}"))
-    if unproven or norm is None:
-        raise NotProven(unproven)
-    head, embed = parts.calls[parts.head].module, parts.calls[parts.embed].module
-    return _Proven(parts, layers, norm, rotary, head.weight is embed.weight), attempts
-
-
-def _handed(call: Call) -> tuple[str, ...]:
-    """Digests of the tensors that a module is handed beside its hidden input, such as its mask."""
-    others = [tensor for tensor in tensors((call.args, call.kwargs)) if tensor is not call.hidden]
-    return tuple(hashlib.sha256(tensor.detach().numpy().tobytes()).hexdigest() for tensor in others)
 
 
 def _follow(signatures: list[tuple], kept: int) -> list[int]:
@@ -181,91 +96,19 @@ def _follow(signatures: list[tuple], kept: int) -> list[int]:
     return [index if index < kept else followed for index, followed in enumerate(follows)]
 
 
-def _spec(
-    model: nn.Module, config: Any, proven: _Proven, follows: list[int], identity: CheckpointId, name: str
-) -> ModelSpec:
-    """The specification of `model`, whose layer i is like the shrunk layer follows[i]."""
-    parts = proven.parts
-    kinds: list[LayerKind] = []
-    runs: list[LayerRun] = []
-    for index, shrunk in enumerate(follows):
-        blocks = {}
-        for role in ROLES:
-            path = getattr(parts.layer_parts[shrunk], role)
-            module = model.get_submodule(f"{parts.layers}.{index}.{path}")
-            blocks[role] = _block(proven.layers[shrunk][role], module, config, f"{parts.layers}.{{layer}}.{path}")
-        kind = LayerKind(**blocks)
-        if kind not in kinds:
-            kinds.append(kind)
-        number = kinds.index(kind)
-        if runs and runs[-1].kind == number:
-            runs[-1] = runs[-1].model_copy(update={"count": runs[-1].count + 1})
-        else:
-            runs.append(LayerRun(first=index, count=1, kind=number))
-    embed = model.get_submodule(parts.embed)
-    rotary = None
-    if proven.rotary is not None:
-        rotary = proven.rotary.spec(model.get_submodule(str(parts.rotary)), config)
-        evidence = proven.rotary.describe()
-        proof = Proof(status="proven", module=str(parts.rotary), error=ROTARY_TOLERANCE, evidence=evidence)
-        rotary = rotary.model_copy(update={"proof": proof})
-    norm = _block(proven.norm, model.get_submodule(parts.norm), config, parts.norm)
-    return ModelSpec(
-        name=name,
-        checkpoint=identity,
-        vocabulary=embed.weight.shape[0],  # type: ignore[union-attr]
-        hidden=embed.weight.shape[1],  # type: ignore[union-attr]
-        tied=proven.tied,
-        rotary=rotary,
-        layer_kinds=kinds,
-        layers=runs,
-        norm=norm,
-        rules=[],
-        initializer_range=float(getattr(config, "initializer_range", None) or 0.02),
-        max_positions=getattr(config, "max_position_embeddings", None),
-    )
+def stored_as(loaded: Any, name: str) -> str:
+    """The field behind an alias of the config's class (`num_experts` may be stored as `num_local_experts`)."""
+    return (getattr(type(loaded), "attribute_map", None) or {}).get(name, name)
 
 
-def _block(attempt: Attempt, module: nn.Module, config: Any, path: str) -> BlockSpec:
-    spec = attempt.candidate.spec(module, config)
-    proof = Proof(status="proven", module=path, error=rounded_up(attempt.error), evidence=attempt.candidate.describe())
-    return spec.model_copy(update={"proof": proof})
-
-
-def rounded_up(error: float) -> float:
-    """The next power of ten, at least 1e-12: an upper bound that does not change with the processor."""
-    bound = 1e-12
-    while error > bound:
-        bound *= 10
-    return float(f"{bound:.0e}")
-
-
-def load_reference(model: nn.Module, reference: nn.Module, proven: _Proven) -> None:
-    """Copies the reference's weights into our model of the same sizes, through the proven parameter mappings."""
-    parts = proven.parts
-    theirs = {name: parameter.detach() for name, parameter in reference.named_parameters()}
-    values = {"embed.weight": theirs[f"{parts.embed}.weight"]}
-    if not proven.tied:
-        values["head.weight"] = theirs[f"{parts.head}.weight"]
-    places = [("norm", parts.norm, proven.norm)]
-    for index, layer in enumerate(proven.layers):
-        for role, attempt in layer.items():
-            places.append(
-                (f"layers.{index}.{role}", f"{parts.layers}.{index}.{getattr(parts.layer_parts[index], role)}", attempt)
-            )
-    for ours, path, attempt in places:
-        prefix = path + "."
-        inner = {name.removeprefix(prefix): value for name, value in theirs.items() if name.startswith(prefix)}
-        for name, value in attempt.candidate.values(inner).items():
-            values[f"{ours}.{name}"] = value
-    model.load_state_dict(values, strict=True)
+def declared_fields(loaded: Any) -> set[str]:
+    """Fields that the config's class knows by name, aliases included."""
+    names = {name for cls in type(loaded).__mro__ for name in getattr(cls, "__annotations__", {})}
+    return names | set(getattr(type(loaded), "attribute_map", {}) or {})
 
 
 def unread_fields(config: Mapping[str, Any], reads: set[str], loaded: Any) -> list[str]:
     """Fields of config.json that the reference did not read and that are not known to be irrelevant."""
-    aliases = dict(getattr(type(loaded), "attribute_map", {}) or {})
-    known = (
-        reads | {aliases[name] for name in reads if name in aliases} | {a for a, to in aliases.items() if to in reads}
-    )
+    known = reads | {name for name in config if stored_as(loaded, name) in reads}
     unread = [name for name in config if name not in known and name not in IRRELEVANT]
     return sorted(name for name in unread if RENAMED.get(name) not in known and name != "quantization_config")

@@ -1,0 +1,160 @@
+"""Changes config fields one at a time and proves again: what a value of 1, None or False hides cannot hide twice.
+
+A field that changes the reference's logits must change our model in step, with the same evidence resolved on the new
+config, or select another block that is proven in turn. What does neither is reported: the present value is proven, the
+field's meaning is not.
+"""
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, Literal
+
+import torch
+from dayzero.runtime.errors import InputError
+from dayzero.runtime.spec import CheckpointId, Record
+from pydantic import Field
+
+from .composition import NotProven, Proven, load_reference, prove_model, specification_of
+from .config_fields import IRRELEVANT, SIZES
+from .prove import TOLERANCE, relative_error
+from .reference import UnknownArchitecture, build, redraw, run
+
+Effect = Literal["none", "follows", "other block", "unexplained", "refused"]
+
+_VARIED_SIZES = {
+    "experts",
+    "top_k",
+    "window",
+}  # sizes that are also arithmetic; the others shrinking has changed already
+_FIXED = {name for meaning, names in SIZES.items() if meaning not in _VARIED_SIZES for name in names}
+
+
+class Intervention(Record):
+    """field was value, became altered. effect: none on the logits; our model follows with the same evidence; other
+    blocks are selected and proven; unexplained; or the reference refuses the value. reads: fields newly read."""
+
+    field: str
+    value: Any
+    altered: Any
+    effect: Effect
+    detail: str = ""
+    reads: list[str] = Field(default_factory=list)
+
+
+def alternatives(name: str, value: Any) -> list[Any]:
+    """Other values worth trying for a field that holds `value`."""
+    if isinstance(value, bool):
+        return [not value]
+    if isinstance(value, int):
+        return [value + 1]
+    if isinstance(value, float):
+        return [value * 1.7 if value else 0.3]
+    if value is None:
+        return [0.5, 5]
+    if isinstance(value, str) and value.startswith(("silu", "swish", "gelu", "relu")):
+        return ["gelu" if value.startswith("s") else "silu"]
+    return []
+
+
+def varied_fields(config: Mapping[str, Any], reads: set[str]) -> Iterator[tuple[str, Any, Any]]:
+    """(field, value, other value) for the fields that the reference reads and whose meaning is not known already.
+
+    Fields inside the rotary settings are varied too, named `rope_parameters.rope_theta`.
+    """
+    for name, value in sorted(config.items()):
+        if isinstance(value, dict) and name in reads:
+            for inner, held in sorted(value.items()):
+                if isinstance(held, float):
+                    yield f"{name}.{inner}", held, {**value, inner: held * 1.7}
+        elif name in reads and name not in _FIXED and name not in IRRELEVANT:
+            for other in alternatives(name, value):
+                yield name, value, other
+
+
+def intervene(
+    small: Mapping[str, Any],
+    reads: set[str],
+    proven: Proven,
+    ids: torch.Tensor,
+    identity: CheckpointId,
+    tell: Callable[[str], None] = lambda line: None,
+) -> list[Intervention]:
+    """Varies every field that the reference reads, on the shrunk config `small`."""
+    base = _logits(small, ids)
+    done: list[Intervention] = []
+    for name, value, other in varied_fields(small, reads):
+        tell(f"varying {name}")
+        field = name.split(".")[0]
+        altered = {**small, field: other}
+        shown = other[name.split(".")[1]] if isinstance(other, dict) else other
+        effect, detail, new_reads = _effect(altered, base, proven, ids, identity)
+        if effect == "refused" and any(d.field == name and d.effect != "refused" for d in done):
+            continue
+        done.append(
+            Intervention(
+                field=name, value=value, altered=shown, effect=effect, detail=detail, reads=sorted(new_reads - reads)
+            )
+        )
+    accepted = {item.field for item in done if item.effect != "refused"}
+    return [item for item in done if item.effect != "refused" or item.field not in accepted]
+
+
+def _logits(config: Mapping[str, Any], ids: torch.Tensor) -> torch.Tensor:
+    model, _ = build(config)
+    redraw(model, torch.Generator().manual_seed(1))
+    with torch.no_grad():
+        return run(model, ids)
+
+
+def _effect(
+    config: Mapping[str, Any], base: torch.Tensor, proven: Proven, ids: torch.Tensor, identity: CheckpointId
+) -> tuple[Effect, str, set[str]]:
+    try:
+        model, reads = build(config, record=True)
+        redraw(model, torch.Generator().manual_seed(1))
+        with torch.no_grad():
+            logits = run(model, ids)
+    except (InputError, UnknownArchitecture, RuntimeError, TypeError, ValueError, AttributeError, KeyError) as error:
+        return "refused", str(error).strip().splitlines()[-1].strip()[:120], set()
+    reads &= config.keys()
+    if logits.shape == base.shape and torch.equal(logits, base):
+        return "none", "", reads
+    if _same_logits(model, proven, ids, logits, identity):
+        return "follows", "", reads
+    try:
+        again, _ = prove_model(model, ids, torch.Generator().manual_seed(2))
+    except NotProven as error:
+        return "unexplained", str(error)[:300], reads
+    if _same_logits(model, again, ids, logits, identity):
+        return "other block", _difference(proven, again, model), reads
+    return "unexplained", "the blocks are proven one by one, but not their composition", reads
+
+
+def _same_logits(
+    model: torch.nn.Module, proven: Proven, ids: torch.Tensor, logits: torch.Tensor, identity: CheckpointId
+) -> bool:
+    """Whether our model, its arguments resolved on the altered reference, gives the altered logits."""
+    try:
+        spec = specification_of(model, model.config, proven, list(range(len(proven.layers))), identity, "altered")
+        ours = spec.build().to(torch.float64)
+        load_reference(ours, model, proven)
+        bounds = torch.arange(0, ids.numel() + 1, ids.shape[1])
+        with torch.no_grad():
+            got = ours(ids.flatten(), bounds).reshape(logits.shape)
+    except (RuntimeError, ValueError, AttributeError, KeyError, IndexError):
+        return False
+    return relative_error(got, logits) <= TOLERANCE
+
+
+def _difference(before: Proven, after: Proven, model: torch.nn.Module) -> str:
+    """Which claims changed, one line a part."""
+    changes = []
+    for role in before.layers[0]:
+        old, new = before.layers[0][role].candidate, after.layers[0][role].candidate
+        if old.block != new.block:
+            changes.append(f"{role}: {old.block} -> {new.block}")
+        if added := sorted(new.parameters.keys() - old.parameters.keys()):
+            changes.append(f"{role}: with {', '.join(added)}")
+        for name in sorted(old.arguments.keys() & new.arguments.keys()):
+            if old.arguments[name].label != new.arguments[name].label:
+                changes.append(f"{role}.{name}: {old.arguments[name].label} -> {new.arguments[name].label}")
+    return "; ".join(changes)[:300]
