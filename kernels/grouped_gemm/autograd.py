@@ -53,7 +53,8 @@ def differentiable(products: Products) -> Callable[[Tensor, Tensor, Tensor], Ten
 
 def check_ends(ends: Tensor, height: int) -> None:
     """Fail if counts ask for more rows than there are; on a device at the next synchronisation, without one here."""
-    torch._assert_async(ends[-1] <= height, f"grouped_gemm: sum(counts) exceeds the {height} rows of x")
+    message = f"grouped_gemm: sum(counts) exceeds the {height} rows of x"
+    torch.ops.aten._assert_async.msg(ends[-1] <= height, message)
 
 
 def zero_tail(y: Tensor, ends: Tensor) -> Tensor:

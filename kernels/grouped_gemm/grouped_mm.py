@@ -1,6 +1,7 @@
 """grouped_gemm by torch's own grouped product. On a CPU it gives the reference's bits, 1.2 to 1.7 times as fast."""
 
 import torch
+import torch.nn.functional as F
 from dayzero.kernels.grouped_gemm.autograd import Products, check_ends, differentiable, zero_tail
 from dayzero.kernels.registry import Backend
 from torch import Tensor
@@ -13,26 +14,23 @@ def supports(x: Tensor, weight: Tensor, counts: Tensor) -> tuple[bool, str]:
     """(ok, reason). x: [T, K], weight: [E, N, K], counts: [E]."""
     device = x.device.type
     if x.dtype not in _DTYPES.get(device, ()):
-        return False, f"torch._grouped_mm is not used for {x.dtype} on {device}"
+        return False, f"grouped_mm is not used for {x.dtype} on {device}"
     if device == "cuda" and torch.cuda.get_device_capability(x.device) < (9, 0):
-        return False, "torch._grouped_mm needs compute capability 9.0"
+        return False, "grouped_mm needs compute capability 9.0"
     for name, width in (("K", weight.shape[2]), ("N", weight.shape[1])):
         if width * x.element_size() % _ALIGNMENT:
-            return (
-                False,
-                f"torch._grouped_mm needs rows of n * {_ALIGNMENT} bytes; {name} is {width} in {x.dtype}",
-            )
+            return False, f"grouped_mm needs rows of n * {_ALIGNMENT} bytes; {name} is {width} in {x.dtype}"
     return True, ""
 
 
 def _rows(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
     check_ends(ends, x.shape[0])
-    y = torch._grouped_mm(x.contiguous(), _dense(weight).transpose(1, 2), offs=ends.int())
+    y = F.grouped_mm(x.contiguous(), _dense(weight).transpose(1, 2), offs=ends.int())
     return zero_tail(y, ends)
 
 
 def _weights(grad: Tensor, x: Tensor, ends: Tensor) -> Tensor:
-    return torch._grouped_mm(grad.contiguous().t(), x.contiguous(), offs=ends.int())
+    return F.grouped_mm(grad.contiguous().t(), x.contiguous(), offs=ends.int())
 
 
 def _dense(weight: Tensor) -> Tensor:

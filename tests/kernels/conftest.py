@@ -6,11 +6,19 @@ from typing import Any
 
 import pytest
 import torch
+from dayzero.kernels.registry import VARIABLE
 from torch import Tensor
 
 from . import npu_schemas
 from .compare import gradients
 from .interpreter import Interpreter
+
+
+@pytest.fixture(autouse=True)
+def _no_forced_choice(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the caller's shell forces is not what the tests are about."""
+    for variable in (VARIABLE, "TRITON_INTERPRET"):
+        monkeypatch.delenv(variable, raising=False)
 
 
 @pytest.fixture(scope="session")
@@ -26,11 +34,6 @@ def npu() -> Iterator[ModuleType]:
     library = npu_schemas.define()
     yield torch.ops.npu
     library._destroy()
-
-
-@pytest.fixture(params=["triton", "torch", "npu"])
-def backend(request: pytest.FixtureRequest) -> str:
-    return request.param
 
 
 @pytest.fixture

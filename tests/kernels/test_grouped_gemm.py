@@ -2,10 +2,10 @@
 
 from collections import Counter
 
+import hypothesis
 import pytest
 import torch
 from dayzero.kernels.grouped_gemm import grouped_gemm, grouped_mm, reference
-from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch.autograd import gradcheck
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -159,8 +159,8 @@ def test_refuses(x, weight, counts, message):
         grouped_gemm(x, weight, counts)
 
 
-@settings(max_examples=50, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(
+@hypothesis.settings(max_examples=50, deadline=None)
+@hypothesis.given(
     counts=st.lists(st.integers(0, 40), min_size=1, max_size=6), tail=st.integers(0, 20), tile=st.sampled_from([1, 8])
 )
 def test_tiles_cover_every_row_once(interpreter, counts, tail, tile):

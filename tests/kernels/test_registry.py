@@ -1,6 +1,7 @@
 """The registry: order, forcing, reasons, lazy imports."""
 
 import os
+import re
 import subprocess
 import sys
 
@@ -13,21 +14,18 @@ from dayzero.kernels.swiglu import swiglu
 
 @pytest.fixture
 def double(monkeypatch):
-    """An operator with three backends: one for integers, one for floats, and one that is always refused."""
+    """An operator with three backends: one that always refuses, one for integers, one for floats."""
     monkeypatch.setattr(registry, "_operators", dict(registry._operators))
 
-    def named(name, supports):
+    def named(name, kind):
+        def supports(x):
+            return (True, "") if isinstance(x, kind) else (False, f"{type(x).__name__} is not {kind.__name__}")
+
         return Backend(name, supports, lambda x: (name, x + x))
 
-    return operator(
-        "double",
-        reference=lambda x: ("reference", 2 * x),
-        backends=[
-            named("never", lambda x: (False, "out of order")),
-            named("whole", lambda x: (isinstance(x, int), f"{type(x).__name__} is not int")),
-            named("real", lambda x: (isinstance(x, float), f"{type(x).__name__} is not float")),
-        ],
-    )
+    never = Backend("never", lambda x: (False, "out of order"), abs)
+    backends = [never, named("whole", int), named("real", float)]
+    return operator("double", reference=lambda x: ("reference", 2 * x), backends=backends)
 
 
 @pytest.mark.parametrize(("x", "backend"), [(2, "whole"), (2.0, "real"), ("ab", "reference")])
@@ -40,9 +38,9 @@ def test_choices_give_every_reason(double):
     assert found == [
         ("never", False, "out of order", False),
         ("whole", False, "float is not int", False),
-        ("real", True, "int is not float", True),
-        ("reference", True, "", True),
-    ][:2] + [("real", True, "float is not float", True), ("reference", True, "", False)]
+        ("real", True, "", True),
+        ("reference", True, "", False),
+    ]
 
 
 def test_using_forces_and_restores(double):
@@ -116,7 +114,7 @@ def test_grouped_gemm_on_a_cpu(dtype, size, chosen, reason):
     x, weight = torch.ones(4, size, dtype=dtype), torch.ones(2, 16, size, dtype=dtype)
     answers = {choice.backend: choice for choice in choices("grouped_gemm", x, weight, torch.tensor([1, 3]))}
     assert answers[chosen].chosen
-    assert pytest.importorskip("re").search(reason, answers["torch"].reason)
+    assert re.search(reason, answers["torch"].reason)
     assert not answers["triton"].ok
     assert "not for cpu" in answers["triton"].reason
 

@@ -17,6 +17,14 @@ FORMS = {  # name: has a weight, offset, weight_after_cast
     "gemma": (True, 1.0, False),
     "bare": (False, 0.0, True),
 }
+# npu_rms_norm cannot hold offset + weight in bfloat16, so its backend refuses that: test_npu.
+CASES = [
+    (backend, form, dtype)
+    for backend in ("triton", "npu")
+    for form, (_, offset, _) in FORMS.items()
+    for dtype in DTYPES
+    if not (backend == "npu" and offset and dtype == torch.bfloat16)
+]
 backends = pytest.mark.parametrize("backend", ["triton", "npu"])
 
 
@@ -29,15 +37,11 @@ def inputs(rng, shape, dtype, has_weight=True, offset=0.0):
     }
 
 
-@backends
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize(("backend", "form", "dtype"), CASES)
 @pytest.mark.parametrize("shape", [(1, 16), (3, 5, 50), (0, 16), (7, 2100), (70, 129), (2, 3)])
-def test_agrees_with_float64(evaluate, backend, shape, dtype, form, rng):
+def test_agrees_with_float64(evaluate, backend, form, dtype, shape, rng):
     has_weight, offset, after_cast = FORMS[form]
     given = inputs(rng, shape, dtype, has_weight, offset)
-    if backend == "npu" and offset and dtype != torch.float32:
-        pytest.skip("refused by supports; tested in test_npu")
     options = {"weight_after_cast": after_cast}
     assert_as_good_as(
         evaluate("rms_norm", backend, given, **options),
