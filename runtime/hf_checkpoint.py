@@ -89,7 +89,7 @@ def _write(out: Path, name: str, header: TensorHeader, value: Tensor) -> None:
         )
     with (out / header.file).open("r+b") as stream:
         stream.seek(header.start)
-        stream.write(memoryview(data.reshape(-1).view(torch.uint8).numpy()))
+        data.reshape(-1).view(torch.uint8).numpy().tofile(stream)
 
 
 def _copies(source: Path, headers: Mapping[str, TensorHeader], embedding: str, unread: Collection[str]) -> list[str]:
