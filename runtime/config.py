@@ -108,17 +108,17 @@ class TrainConfig(Section):
     log: Log = Log()
 
 
-def load_config(file: Path | None, overrides: Iterable[str] = ()) -> TrainConfig:
-    """The settings of `file` (None for the defaults), then `overrides`, each "section.key=value" with a YAML value.
+def load_config(base: Path | dict[str, Any] | None, overrides: Iterable[str] = ()) -> TrainConfig:
+    """The settings of a YAML file (or a tree, or None: the defaults), then `overrides`, each "section.key=value".
 
     Raises InputError for a file that is not YAML, an unknown key (naming the nearest known one) or a bad value.
     """
     tree: dict[str, Any] = {}
     source: dict[str, str] = {}
-    if file is not None:
-        tree = _read(file)
+    if base is not None:
+        tree = _read(base) if isinstance(base, Path) else base
         for key, _ in _leaves(tree):
-            source[key] = f"{file}: {key}"
+            source[key] = f"{base}: {key}" if isinstance(base, Path) else key
             _check_key(key, source[key])
     for override in overrides:
         key, equals, text = override.partition("=")

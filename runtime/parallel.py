@@ -8,7 +8,6 @@ so dense and expert gradients come out right whatever the mesh.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 
 import torch
 from dayzero.runtime.errors import InputError
@@ -17,7 +16,6 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import Shard, distribute_tensor
-from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 
 @dataclass(frozen=True)
@@ -89,13 +87,11 @@ def make_meshes(layout: Layout, device: str) -> Meshes:
     )
 
 
-def parallelise(
-    model: CausalLM, meshes: Meshes, compute: torch.dtype | None = None, recompute: bool = False
-) -> CausalLM:
+def parallelise(model: CausalLM, meshes: Meshes, compute: torch.dtype | None = None) -> CausalLM:
     """Shards the model in place, on whatever device it is (the meta device costs nothing), and returns it.
 
     compute: dtype of the forward and backward pass where it is not that of the parameters; gradients are then reduced
-    in float32. recompute: keep only each layer's input and compute the layer again in the backward pass.
+    in float32.
     """
     ep = meshes.experts["ep"]
     policy = (
@@ -107,8 +103,6 @@ def parallelise(
             if ep.size() > 1:
                 module.expert_group = ep.get_group()
     for layer in model.layers:
-        if recompute:
-            layer.forward = partial(_recomputed, layer.forward)
         for module in layer.modules():
             if isinstance(module, Experts):
                 placement = _expert_placement(module, meshes.experts["efsdp"].size())
@@ -138,10 +132,3 @@ def _expert_placement(experts: Experts, efsdp: int):
     even = all(part.shape[0] % efsdp == 0 for part in local)
     sliceable = all(part.ndim > 1 and part.shape[1] % efsdp == 0 for part in local)
     return lambda parameter: Shard(0) if even or not sliceable else Shard(1)
-
-
-def _recomputed(forward, *args):
-    """The layer's forward pass under checkpointing. The routing is kept: computed again, a near tie could fall the
-    other way and the gradient would belong to another function."""
-    keep_routing = partial(create_selective_checkpoint_contexts, [torch.ops.aten.topk.default])
-    return checkpoint(forward, *args, use_reentrant=False, context_fn=keep_routing)

@@ -11,6 +11,7 @@ from dayzero.runtime.nn import MixtureOfExperts
 from dayzero.runtime.optimizer import gradient_norm
 from dayzero.runtime.package import load_package
 from dayzero.runtime.parallel import Layout, make_meshes, parallelise
+from dayzero.runtime.recompute import recompute
 from torch.distributed.tensor import DTensor
 
 LENGTHS = [(5, 9), (12,), (3, 1, 2), (7, 7)]  # documents of each rank; one valid token more on each
@@ -46,17 +47,20 @@ def whole(tensor):
 
 
 def compare(
-    folder: Path, layout: tuple[int, int, int], *, dtype=torch.float64, recompute=False, accumulation=1, lora=False,
+    folder: Path, layout: tuple[int, int, int], *, dtype=torch.float64, recomputed=False, accumulation=1, lora=False,
     pushes: dict[int, float] | None = None,
 ) -> dict:  # fmt: skip
     package = load_package(folder)
     headers = read_headers(package.checkpoint)
 
-    def build(device):
+    def build(device, with_recompute=False):
         with torch.device(device):
             model = package.build()
         if lora:
             apply_lora(model, rank=4, alpha=8)
+        if with_recompute:
+            for layer in model.layers:
+                recompute(layer)
         return model.to(dtype)
 
     def fill(model):
@@ -72,12 +76,12 @@ def compare(
     fill(reference)
     if pushes:
         push_routing(reference, pushes)
-        model = build("cpu")
+        model = build("cpu", recomputed)
         model.load_state_dict(reference.state_dict())
-        parallelise(model, make_meshes(Layout(*layout), "cpu"), recompute=recompute)
+        parallelise(model, make_meshes(Layout(*layout), "cpu"))
     else:
-        model = build("meta")
-        parallelise(model, make_meshes(Layout(*layout), "cpu"), recompute=recompute)
+        model = build("meta", recomputed)
+        parallelise(model, make_meshes(Layout(*layout), "cpu"))
         model.to_empty(device="cpu")
         fill(model)
     vocabulary, rank, world = package.spec.vocabulary, dist.get_rank(), dist.get_world_size()

@@ -32,11 +32,11 @@ CASES = {
     "expert-without-tokens": ("mixtral", (1, 4, 2), {"pushes": {3: -20.0}}),
     "rank-without-tokens": ("mixtral", (1, 4, 2), {"pushes": {0: 20.0, 1: 20.0}}),
     "all-to-one-expert": ("top1", (1, 4, 2), {"pushes": {4: 20.0}}),
-    "recompute": ("qwen", (1, 4, 2), {"recompute": True}),
-    "recompute-rank-without-tokens": ("mixtral", (1, 4, 2), {"recompute": True, "pushes": {0: 20.0, 1: 20.0}}),
+    "recompute": ("qwen", (1, 4, 2), {"recomputed": True}),
+    "recompute-rank-without-tokens": ("mixtral", (1, 4, 2), {"recomputed": True, "pushes": {0: 20.0, 1: 20.0}}),
     "accumulate3": ("mixtral", (1, 4, 2), {"accumulation": 3}),
     "lora": ("qwen", (1, 4, 2), {"lora": True}),
-    "lora-recompute-accumulate": ("mixtral", (2, 2, 2), {"lora": True, "recompute": True, "accumulation": 2}),
+    "lora-recompute-accumulate": ("mixtral", (2, 2, 2), {"lora": True, "recomputed": True, "accumulation": 2}),
     "float32": ("mixtral", (1, 4, 2), {"dtype": torch.float32}),
 }
 

@@ -1,0 +1,185 @@
+"""What a run is asked to do, checked in full before any process starts."""
+
+import json
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from dayzero.runtime.checkpointing import checkpoints
+from dayzero.runtime.config import TrainConfig, load_config
+from dayzero.runtime.data import Example, load_tokenizer, read_examples
+from dayzero.runtime.errors import InputError
+from dayzero.runtime.headers import read_headers
+from dayzero.runtime.load import check_same_checkpoint
+from dayzero.runtime.lora import apply_lora
+from dayzero.runtime.nn import CausalLM, MixtureOfExperts
+from dayzero.runtime.package import Package, load_package
+from dayzero.runtime.packing import Packer
+from dayzero.runtime.parallel import Layout
+
+
+@dataclass(frozen=True)
+class Job:
+    """A checked run. checkpoint: where the weights and the tokenizer are, None for random weights without it."""
+
+    package: Path
+    checkpoint: Path | None
+    data: Path
+    eval_data: Path | None
+    run: Path
+    config: TrainConfig
+    layout: Layout
+    resume: bool
+
+
+def prepare(
+    package: Path,
+    *,
+    data: Path,
+    eval_data: Path | None,
+    run: Path,
+    world: int,
+    overrides: Iterable[str] = (),
+    checkpoint: Path | None = None,
+    resume: bool = False,
+    write: bool = True,
+) -> Job:
+    """Checks package, checkpoint, settings, layout, data and run folder, and writes run.json and the tokenised data.
+
+    A resumed run keeps the settings of its run.json, then takes `overrides`. write: leave the files alone if False
+    (only one of several processes writes). Raises InputError.
+    """
+    made = load_package(package, checkpoint)
+    config = _settings(made.folder, run, overrides, resume)
+    model = meta_model(made, config)
+    layout = _layout(made, config, world)
+    layout.check_experts([m.router.experts for m in model.modules() if isinstance(m, MixtureOfExperts)])
+    if made.checkpoint is None:
+        raise InputError(
+            str(made.folder / "checkpoint"),
+            found="no such folder",
+            expected="a link to the checkpoint that this package was made from",
+            hint="Say where it is with --checkpoint DIR.",
+        )
+    if config.train.init == "checkpoint":
+        check_same_checkpoint(made.checkpoint, read_headers(made.checkpoint), made.spec.checkpoint)
+    _check_run(run, resume)
+    _check_positions(made, config)
+    tokenizer = load_tokenizer(made.checkpoint)
+    examples = {"train": _read(data, tokenizer, made, config)}
+    if eval_data is not None:
+        examples["eval"] = _read(eval_data, tokenizer, made, config)
+    Packer(examples["train"], config.data.tokens_per_rank, world * config.train.accumulation, config.train.seed)
+    job = Job(made.folder.resolve(), made.checkpoint, data, eval_data, run.resolve(), config, layout, resume)
+    if write:
+        (run / "data").mkdir(parents=True, exist_ok=True)
+        for name, rows in examples.items():
+            store_examples(run / "data" / f"{name}.pt", rows)
+        (run / "run.json").write_text(json.dumps(_record(job), indent=1) + "\n")
+    return job
+
+
+def meta_model(package: Package, config: TrainConfig) -> CausalLM:
+    """The model that the run trains, adapters included, without memory. Raises InputError for targets that miss."""
+    with torch.device("meta"):
+        model = package.build()
+        if config.train.mode == "lora":
+            lora = config.lora
+            apply_lora(model, lora.rank, lora.alpha, lora.dropout, lora.targets)
+    return model
+
+
+def store_examples(file: Path, examples: Sequence[Example]) -> None:
+    """Tokenised examples, end to end."""
+    flat = {
+        "ids": torch.tensor([token for example in examples for token in example.ids], dtype=torch.int32),
+        "labels": torch.tensor([label for example in examples for label in example.labels], dtype=torch.int32),
+        "lengths": torch.tensor([len(example.ids) for example in examples]),
+    }
+    torch.save(flat, file)
+
+
+def stored_examples(file: Path) -> list[Example]:
+    """What `store_examples` wrote."""
+    flat = torch.load(file, weights_only=True)
+    lengths = flat["lengths"].tolist()
+    parts = zip(flat["ids"].split(lengths), flat["labels"].split(lengths), strict=True)
+    return [Example(ids.tolist(), labels.tolist()) for ids, labels in parts]
+
+
+def _settings(package: Path, run: Path, overrides: Iterable[str], resume: bool) -> TrainConfig:
+    if resume and (run / "run.json").is_file():
+        try:
+            tree = json.loads((run / "run.json").read_text())["config"]
+        except (ValueError, KeyError) as error:
+            raise InputError(str(run / "run.json"), found=str(error), expected="the record of a run") from None
+        return load_config(tree, overrides)
+    file = package / "train.yaml"
+    return load_config(file if file.is_file() else None, overrides)
+
+
+def _layout(package: Package, config: TrainConfig, world: int) -> Layout:
+    replicate, ep = config.parallel.dp_replicate, config.parallel.ep
+    if world % replicate:
+        raise InputError("parallel.dp_replicate", found=str(replicate), expected=f"a divisor of the {world} ranks")
+    if ep == "auto":
+        ep = 1
+        if world > 1:
+            from dayzero.runtime.plan import make_plan
+
+            plan = make_plan(
+                package.spec,
+                devices=world,
+                mode=config.train.mode,
+                tokens_per_device=config.data.tokens_per_rank,
+            )
+            ep = plan.mesh.ep
+    return Layout(replicate, world // replicate, ep)
+
+
+def _check_run(run: Path, resume: bool) -> None:
+    if not resume and checkpoints(run):
+        raise InputError(
+            str(run),
+            found=f"a run with a checkpoint ({checkpoints(run)[0].name})",
+            expected="a new folder",
+            hint="Continue it with --resume, or choose another --run.",
+        )
+
+
+def _check_positions(package: Package, config: TrainConfig) -> None:
+    longest = package.spec.max_positions
+    if longest is not None and config.data.max_length > longest:
+        raise InputError(
+            "data.max_length",
+            found=str(config.data.max_length),
+            expected=f"at most the model's {longest} positions",
+            hint=f"Set it with: --set data.max_length={longest}",
+        )
+
+
+def _read(file: Path, tokenizer: Any, package: Package, config: TrainConfig) -> Sequence[Example]:
+    examples = read_examples(file, tokenizer, max_length=config.data.max_length)
+    largest = max(max(example.ids) for example in examples)
+    largest = max(largest, max(max(example.labels) for example in examples))
+    if largest >= package.spec.vocabulary:
+        raise InputError(
+            str(package.checkpoint),
+            found=f"a tokenizer that makes token {largest}",
+            expected=f"tokens under the model's vocabulary of {package.spec.vocabulary}",
+            hint="Is the tokenizer of another model?",
+        )
+    return examples
+
+
+def _record(job: Job) -> dict[str, Any]:
+    return {
+        "package": str(job.package),
+        "checkpoint": str(job.checkpoint) if job.checkpoint else None,
+        "data": str(job.data.resolve()),
+        "eval_data": str(job.eval_data.resolve()) if job.eval_data else None,
+        "layout": {"dp_replicate": job.layout.dp_replicate, "dp_shard": job.layout.dp_shard, "ep": job.layout.ep},
+        "config": job.config.model_dump(mode="json"),
+    }

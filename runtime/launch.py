@@ -1,0 +1,163 @@
+"""Processes: joins those of a launcher that is already there, else starts them, and says in a line what went wrong."""
+
+import logging
+import os
+import signal
+import sys
+import traceback
+from pathlib import Path
+
+from dayzero.runtime import checkpointing
+from dayzero.runtime.errors import InputError
+from dayzero.runtime.job import Job
+
+WORKER_MODULES = ["dayzero.runtime.train", "torch._dynamo"]
+
+
+class Failed(Exception):
+    """A run that ended early. code: the exit code. The text is for the user."""
+
+    def __init__(self, text: str, code: int):
+        super().__init__(text)
+        self.code = code
+
+
+def world_size(nproc: int) -> int:
+    """Ranks of the run: those of the launcher that started this process, else `nproc`."""
+    return int(os.environ.get("WORLD_SIZE", nproc)) if launched() else nproc
+
+
+def launched() -> bool:
+    """Whether a launcher such as torchrun started this process as one rank of several."""
+    return "RANK" in os.environ and "WORLD_SIZE" in os.environ
+
+
+def run(job: Job, nproc: int, restarts: int = 0) -> None:
+    """Trains. Returns in the parent, or in each rank of an outer launcher, when all is done.
+
+    restarts: how often processes that fail are started again from the last checkpoint. Raises Failed.
+    """
+    if launched() or nproc == 1:
+        _run_here(job)
+    else:
+        _run_processes(job, nproc, restarts)
+
+
+def _run_here(job: Job) -> None:
+    try:
+        _train(job)
+    except KeyboardInterrupt:
+        raise _interrupted(job) from None
+    except InputError as error:
+        raise Failed(str(error), 2) from None
+    except Exception as error:
+        raise _failed(job, int(os.environ.get("RANK", "0")), f"{type(error).__name__}: {error}") from None
+
+
+def _run_processes(job: Job, nproc: int, restarts: int) -> None:
+    import multiprocessing
+
+    from torch.distributed.elastic.multiprocessing.api import DefaultLogsSpecs, SignalException
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
+    logging.getLogger("torch.distributed.launcher").setLevel(logging.CRITICAL)
+    # Ranks fork from a server that has imported torch once. It starts nothing on an accelerator.
+    multiprocessing.set_forkserver_preload(WORKER_MODULES)
+    config = LaunchConfig(
+        min_nodes=1,
+        max_nodes=1,
+        nproc_per_node=nproc,
+        rdzv_backend="c10d",
+        rdzv_endpoint="localhost:0",
+        run_id=job.run.name,
+        max_restarts=restarts,
+        monitor_interval=0.2,
+        start_method="forkserver",
+        logs_specs=DefaultLogsSpecs(log_dir=str(_logs(job) / "launcher")),
+    )
+    try:
+        elastic_launch(config, _rank)(job)
+    except (SignalException, KeyboardInterrupt):
+        raise _interrupted(job) from None
+    except ChildFailedError as error:
+        failures = sorted(error.failures.items(), key=lambda item: item[1].timestamp)
+        if any(failure.exitcode == -signal.SIGINT for _, failure in failures):
+            raise _interrupted(job) from None
+        # A rank that was killed makes its neighbours raise, often before its own death is noticed.
+        killed = [item for item in failures if item[1].exitcode < 0 and item[1].exitcode != -signal.SIGTERM]
+        rank, failure = (killed or failures)[0]
+        if killed:
+            name = signal.Signals(-failure.exitcode).name
+            hint = " (out of memory?)" if name == "SIGKILL" else ""
+            raise _failed(job, rank, f"ended by {name}{hint}") from None
+        raise _failed(job, rank, failure.message) from None
+
+
+def _rank(job: Job) -> None:
+    """The body of a process that we started."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # the parent speaks for all; checkpoints survive any death
+    rank = int(os.environ["RANK"])
+    log = _log_file(job, rank).open("a", buffering=1)
+    os.dup2(log.fileno(), sys.stderr.fileno())
+    if rank:
+        os.dup2(log.fileno(), sys.stdout.fileno())
+    print(f"rank {rank}: process {os.getpid()}", file=log)
+    try:
+        _train(job)
+    except BaseException:
+        traceback.print_exc()
+        raise
+
+
+def _train(job: Job) -> None:
+    import dataclasses
+
+    import torch.distributed as dist
+    from dayzero.runtime.processes import join
+    from dayzero.runtime.train import train
+
+    if int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")):
+        job = dataclasses.replace(job, resume=True)
+    own_group = not dist.is_initialized()
+    device = join()
+    dist.barrier()  # rank 0 has written what the others are about to read
+    train(job, device)
+    if own_group:
+        dist.barrier()
+        dist.destroy_process_group()
+
+
+def _logs(job: Job) -> Path:
+    folder = job.run / "logs"
+    folder.mkdir(parents=True, exist_ok=True)
+    return folder
+
+
+def _log_file(job: Job, rank: int) -> Path:
+    return _logs(job) / f"rank_{rank}.log"
+
+
+def _interrupted(job: Job) -> Failed:
+    return Failed(f"interrupted; {_last_checkpoint(job)}", 130)
+
+
+def _failed(job: Job, rank: int, cause: str) -> Failed:
+    """`cause`: "Type: text", as a rank reported it."""
+    kind, _, text = cause.partition(": ")
+    if kind == "InputError":
+        return Failed(text, 2)
+    if kind == "Diverged":
+        return Failed(f"{text}\n  {_last_checkpoint(job)}", 1)
+    log = _log_file(job, rank)
+    if sys.exc_info()[2] is not None and not log.exists():
+        log.write_text(traceback.format_exc())
+    return Failed(f"rank {rank}: {cause}\n  log  {log}\n  {_last_checkpoint(job)}", 1)
+
+
+def _last_checkpoint(job: Job) -> str:
+    found = checkpointing.checkpoints(job.run)
+    if not found:
+        return f"no checkpoint yet in {job.run}"
+    return f"last checkpoint {found[0]}, continue with --resume --run {job.run}"

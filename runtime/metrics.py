@@ -1,0 +1,130 @@
+"""What a run reports: metrics.jsonl, TensorBoard files, and lines or a progress bar on the terminal."""
+
+import json
+import math
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+FILE = "metrics.jsonl"
+
+
+@dataclass(frozen=True)
+class StepMetrics:
+    """One optimizer step over all ranks.
+
+    step: steps done, counted from 1. loss: mean over the trained tokens. tokens: read in this step. expert_load: token
+    copies of the busiest expert over the mean, of the least even layer; None without routed experts. peak_bytes: the
+    most of any rank.
+    """
+
+    step: int
+    loss: float
+    grad_norm: float
+    lr: float
+    tokens: int
+    tokens_per_s: float
+    peak_bytes: int
+    expert_load: float | None
+
+
+class MetricsLog:
+    """Writes the metrics of one process, which is rank 0. Use it in a `with` block."""
+
+    def __init__(self, run: Path, steps: int, done: int, tensorboard: bool, console: Console):
+        """steps: of the whole run. done: steps that a checkpoint restored; later records are dropped."""
+        self.console, self.steps = console, steps
+        _drop_after(run / FILE, done)
+        self.file = (run / FILE).open("a")
+        self.board = _tensorboard(run / "tensorboard", done) if tensorboard else None
+        self.progress = None
+        if console.is_terminal:
+            columns = (TextColumn("step"), MofNCompleteColumn(), BarColumn(), TextColumn("{task.description}"))
+            self.progress = Progress(*columns, TimeRemainingColumn(), console=console)
+            self.task = self.progress.add_task("", total=steps, completed=done)
+
+    def __enter__(self):
+        if self.progress is not None:
+            self.progress.start()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        if self.progress is not None:
+            self.progress.stop()
+        if self.board is not None:
+            self.board.close()
+        self.file.close()
+
+    def step(self, metrics: StepMetrics) -> None:
+        values = asdict(metrics)
+        self._write(values)
+        text = f"loss {metrics.loss:.4f}  norm {metrics.grad_norm:.3f}  {metrics.tokens_per_s:,.0f} tokens/s"
+        if metrics.expert_load is not None:
+            text += f"  expert load {metrics.expert_load:.2f}"
+        if self.progress is not None:
+            self.progress.update(self.task, completed=metrics.step, description=text)
+        else:
+            self.say(f"step {metrics.step}/{self.steps}  {text}  lr {metrics.lr:.2e}")
+
+    def evaluation(self, step: int, loss: float) -> None:
+        self._write({"step": step, "eval_loss": loss})
+        self.say(f"step {step}/{self.steps}  held-out loss {loss:.4f}")
+
+    def say(self, text: str) -> None:
+        """A line of its own, above the progress bar where there is one."""
+        self.console.print(text, markup=False, highlight=False, soft_wrap=True)
+
+    def _write(self, values: dict[str, Any]) -> None:
+        self.file.write(json.dumps(values) + "\n")
+        self.file.flush()
+        if self.board is not None:
+            for name, value in values.items():
+                if name != "step" and value is not None:
+                    self.board.add_scalar(name, value, values["step"])
+
+
+def read_metrics(run: Path) -> list[dict[str, Any]]:
+    """All records of the run's metrics.jsonl. A last line that was cut off by a crash is left out."""
+    records = []
+    if (run / FILE).is_file():
+        for line in (run / FILE).read_text().splitlines():
+            with suppress(ValueError):
+                records.append(json.loads(line))
+    return records
+
+
+def summarise(run: Path) -> dict[str, Any]:
+    """First and last losses, mean speed without the first step (it warms up), and peak memory of a run."""
+    records = read_metrics(run)
+    steps = [record for record in records if "loss" in record]
+    evals = [record["eval_loss"] for record in records if "eval_loss" in record]
+    timed = steps[1:] or steps
+    seconds = math.fsum(record["tokens"] / record["tokens_per_s"] for record in timed)
+    return {
+        "steps": steps[-1]["step"] if steps else 0,
+        "loss_first": steps[0]["loss"] if steps else None,
+        "loss_last": steps[-1]["loss"] if steps else None,
+        "eval_first": evals[0] if evals else None,
+        "eval_last": evals[-1] if evals else None,
+        "tokens_per_s": sum(record["tokens"] for record in timed) / seconds if seconds else None,
+        "peak_bytes": max((record["peak_bytes"] for record in steps), default=None),
+    }
+
+
+def _drop_after(file: Path, done: int) -> None:
+    kept = [record for record in read_metrics(file.parent) if done and record["step"] <= done]
+    partial = file.with_suffix(".partial")
+    partial.write_text("".join(json.dumps(record) + "\n" for record in kept))
+    partial.replace(file)
+
+
+def _tensorboard(folder: Path, done: int):
+    try:
+        from torch.utils.tensorboard import SummaryWriter
+    except ImportError:
+        return None
+    return SummaryWriter(str(folder), purge_step=done + 1 if done else None)

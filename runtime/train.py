@@ -1,0 +1,187 @@
+"""The training loop, as every rank runs it."""
+
+import math
+import time
+from collections.abc import Sequence
+from contextlib import nullcontext
+
+import torch
+import torch.distributed as dist
+from dayzero.runtime import checkpointing
+from dayzero.runtime.headers import read_headers
+from dayzero.runtime.job import Job, meta_model, stored_examples
+from dayzero.runtime.load import load_checkpoint, load_random
+from dayzero.runtime.lora import reset_lora
+from dayzero.runtime.metrics import MetricsLog, StepMetrics
+from dayzero.runtime.nn import CausalLM, MixtureOfExperts
+from dayzero.runtime.optimizer import clip_gradients, gradient_norm, make_optimizer
+from dayzero.runtime.package import Package, load_package
+from dayzero.runtime.packing import Batch, Packer
+from dayzero.runtime.parallel import make_meshes, parallelise
+from dayzero.runtime.precision import compute_dtype, keep_parameters, stored_dtypes
+from dayzero.runtime.processes import peak_bytes
+from dayzero.runtime.recompute import recompute
+from dayzero.runtime.schedule import learning_rate
+from rich.console import Console
+from torch import Tensor
+
+
+class Diverged(Exception):
+    """The loss or the gradient is no longer a number."""
+
+
+def train(job: Job, device: torch.device) -> None:
+    """Trains on the process group that this process has joined, and leaves metrics and checkpoints in job.run.
+
+    Raises Diverged, on all ranks in the same step; InputError for weights or a checkpoint that do not fit.
+    """
+    config, rank, world = job.config, dist.get_rank(), dist.get_world_size()
+    # Off the CPU an operation without a deterministic form warns; it does not end the run.
+    torch.use_deterministic_algorithms(config.train.deterministic, warn_only=device.type != "cpu")
+    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
+    console = Console() if rank == 0 else Console(quiet=True)
+    model = build_model(load_package(job.package, job.checkpoint), job, device)
+    settings = config.optimizer
+    optimizer = make_optimizer(model, settings.lr, settings.betas, settings.eps, settings.weight_decay)
+    done = checkpointing.restore(job.run, model, optimizer, console.print) if job.resume else 0
+    if rank == 0 and job.resume:
+        console.print(f"resuming after step {done}" if done else "no checkpoint yet: starting from step 0")
+
+    # One packer rank for every batch of a step: the same data for 8 ranks as for 4 that accumulate 2.
+    accumulation = config.train.accumulation
+    data = stored_examples(job.run / "data" / "train.pt")
+    packer = Packer(data, config.data.tokens_per_rank, world * accumulation, config.train.seed)
+    held_out = None
+    if job.eval_data is not None:
+        held_out = Packer(stored_examples(job.run / "data" / "eval.pt"), config.data.tokens_per_rank, world, 0)
+
+    log = MetricsLog(job.run, config.train.steps, done, config.log.tensorboard, console) if rank == 0 else None
+    with log or nullcontext():
+        if held_out is not None and done == 0:
+            _report_evaluation(log, 0, evaluate(model, held_out, config.memory.loss_chunk, device))
+        for step in range(done, config.train.steps):
+            # Randomness (dropout) is a function of seed, step and rank: nothing about it needs saving.
+            torch.manual_seed(((config.train.seed * 1_000_003 + step) * 100_003 + rank) % 2**63)
+            batches = [packer.batch(step, rank * accumulation + micro) for micro in range(accumulation)]
+            metrics = train_step(model, optimizer, batches, job, step, device)
+            if log is not None:
+                log.step(metrics)
+            last = metrics.step == config.train.steps
+            if held_out is not None and (last or metrics.step % config.eval.every == 0):
+                loss = evaluate(model, held_out, config.memory.loss_chunk, device)
+                _report_evaluation(log, metrics.step, loss)
+            if last or metrics.step % config.checkpoint.every == 0:
+                checkpointing.save(job.run, metrics.step, model, optimizer, config.checkpoint.keep)
+
+
+def build_model(package: Package, job: Job, device: torch.device) -> CausalLM:
+    """The sharded model with its weights, from the checkpoint or at random."""
+    config = job.config
+    headers = read_headers(package.checkpoint) if package.checkpoint else {}
+    model = meta_model(package, config)
+    keep_parameters(model, config.train.precision, stored_dtypes(package.rules, headers))
+    if config.memory.recompute:
+        for layer in model.layers:
+            recompute(layer)
+    parallelise(model, make_meshes(job.layout, device.type), compute_dtype(config.train.precision))
+    model.to_empty(device=device)
+    adapters = [name for name, _ in model.named_parameters() if name.rpartition(".")[2] in ("lora_a", "lora_b")]
+    if config.train.init == "random" or package.checkpoint is None:
+        with torch.device("meta"):
+            fresh = package.build()
+        load_random(model, fresh, package.spec.initializer_range, config.train.seed)
+    else:
+        load_checkpoint(model, package.rules, package.checkpoint, headers, elsewhere=adapters)
+    reset_lora(model, torch.Generator().manual_seed(config.train.seed))
+    return model
+
+
+def train_step(
+    model: CausalLM,
+    optimizer: torch.optim.Optimizer,
+    batches: Sequence[Batch],
+    job: Job,
+    step: int,
+    device: torch.device,
+) -> StepMetrics:
+    """One optimizer step over this rank's `batches`. The loss is the mean over all trained tokens of all ranks, so a
+    token weighs the same in whichever batch it is. Raises Diverged before the weights change."""
+    config, started = job.config, time.perf_counter()
+    batches = [_on_device(batch, device) for batch in batches]
+    totals = torch.tensor([sum((b.labels != -100).sum() for b in batches), sum(b.ids.numel() for b in batches)])
+    valid, tokens = (int(total) for total in _summed(totals.to(device)))
+
+    model.train()
+    optimizer.zero_grad()
+    loss = torch.zeros((), dtype=torch.float64 if device.type == "cpu" else torch.float32, device=device)
+    counts = None
+    for batch in batches:
+        part = model(batch.ids, batch.cu_seqlens, batch.labels, config.memory.loss_chunk) / max(1, valid)
+        part.backward()
+        loss += part.detach()
+        counts = _add(counts, _expert_counts(model))
+    loss, norm = float(_summed(loss)), gradient_norm(model.parameters())
+    if not math.isfinite(loss) or not math.isfinite(norm):
+        raise Diverged(
+            f"step {step + 1}: loss {loss}, gradient norm {float(norm)}; the weights of step {step} are unchanged"
+        )
+    clip_gradients(model.parameters(), config.optimizer.clip, norm)
+    settings = config.optimizer
+    lr = learning_rate(step, steps=config.train.steps, peak=settings.lr, warmup=settings.warmup, floor=settings.floor)
+    for group in optimizer.param_groups:
+        group["lr"] = lr
+    optimizer.step()
+
+    peak = torch.tensor(peak_bytes(device), device=device)
+    dist.all_reduce(peak, dist.ReduceOp.MAX)
+    speed = tokens / (time.perf_counter() - started)
+    return StepMetrics(step + 1, loss, float(norm), lr, tokens, speed, int(peak), _expert_load(counts))
+
+
+@torch.no_grad()
+def evaluate(model: CausalLM, packer: Packer, loss_chunk: int | None, device: torch.device) -> float:
+    """Mean loss over every trained token of the packer's examples, each seen once."""
+    model.eval()
+    total = torch.zeros(2, dtype=torch.float64 if device.type == "cpu" else torch.float32, device=device)
+    for step in range(packer.steps_per_epoch):
+        batch = _on_device(packer.batch(step, dist.get_rank()), device)
+        total[0] += model(batch.ids, batch.cu_seqlens, batch.labels, loss_chunk)
+        total[1] += (batch.labels != -100).sum()
+    loss, valid = _summed(total).tolist()
+    return loss / valid
+
+
+def _on_device(batch: Batch, device: torch.device) -> Batch:
+    """An empty batch becomes one untrained token: every rank takes part in every collective, and no gradient is missing
+    on any of them."""
+    if not batch.ids.numel():
+        batch = Batch(torch.zeros(1, dtype=torch.int64), torch.full((1,), -100), torch.tensor([0, 1]))
+    return Batch(batch.ids.to(device), batch.labels.to(device), batch.cu_seqlens.to(device))
+
+
+def _summed(value: Tensor) -> Tensor:
+    dist.all_reduce(value)
+    return value
+
+
+def _expert_counts(model: CausalLM) -> list[Tensor]:
+    """Token copies of each expert in the last pass on this rank, layer by layer."""
+    layers = [module.expert_counts for module in model.modules() if isinstance(module, MixtureOfExperts)]
+    return [counts for counts in layers if counts is not None]
+
+
+def _add(counts: list[Tensor] | None, more: list[Tensor]) -> list[Tensor]:
+    return more if counts is None else [one + other for one, other in zip(counts, more, strict=True)]
+
+
+def _expert_load(counts: list[Tensor] | None) -> float | None:
+    """Copies of the busiest expert over the mean, over all ranks, of the least even layer."""
+    if not counts:
+        return None
+    total = _summed(torch.cat(counts)).float()
+    return max(float(layer.max() / layer.mean()) for layer in total.split([len(layer) for layer in counts]))
+
+
+def _report_evaluation(log: MetricsLog | None, step: int, loss: float) -> None:
+    if log is not None:
+        log.evaluation(step, loss)
