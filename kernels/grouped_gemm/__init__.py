@@ -2,7 +2,8 @@
 
 x: [T, K], rows sorted by expert; weight: [E, N, K], as in nn.Linear; counts: [E] int64, rows of each expert, on the
 device of x. Returns [T, N] with y = x_e @ weight[e].T for the rows of expert e.
-Rows past sum(counts) are zero in the output and in the gradient of x. sum(counts) > T is an error.
+Rows past sum(counts) are zero in the output and in the gradient of x. sum(counts) > T is an error,
+which the NPU backend alone does not detect: it would have to wait for the device.
 An expert without rows gets a zero gradient. Sums are float32, for float64 inputs float64.
 Raises ValueError if shapes, dtypes or devices do not fit.
 """

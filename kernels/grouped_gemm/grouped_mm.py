@@ -1,4 +1,7 @@
-"""grouped_gemm by torch's own grouped product. On a CPU it gives the reference's bits, 1.2 to 1.7 times as fast."""
+"""grouped_gemm by torch's own grouped product.
+
+On a CPU it gives the reference's bits, and forward with backward takes 0.75 to 0.98 of its time.
+"""
 
 import torch
 import torch.nn.functional as F

@@ -5,7 +5,7 @@ from collections import Counter
 import hypothesis
 import pytest
 import torch
-from dayzero.kernels.grouped_gemm import grouped_gemm, grouped_mm, reference
+from dayzero.kernels.grouped_gemm import autograd, grouped_gemm, grouped_mm, reference
 from hypothesis import strategies as st
 from torch.autograd import gradcheck
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -58,6 +58,16 @@ def test_strided_input(evaluate, backend, rng):
     assert not any(strided[name].is_contiguous() for name in ("x", "weight"))
     got, want = evaluate("grouped_gemm", backend, strided), evaluate("grouped_gemm", backend, dense)
     assert all(torch.equal(got[name], want[name]) for name in want)
+
+
+@pytest.mark.parametrize("backend", DTYPES)
+def test_nan_stays_with_its_expert(evaluate, backend, rng):
+    given = inputs(rng, [3, 2, 4], 16, 24, 1, torch.bfloat16)
+    given["x"][3, 5] = float("nan")
+    got = evaluate("grouped_gemm", backend, given)
+    assert got["out"].isnan().any(1).nonzero().flatten().tolist() == [3]
+    assert got["weight"].isnan().flatten(1).any(1).tolist() == [False, True, False]
+    assert got["x"].isfinite().all()
 
 
 @pytest.mark.parametrize("backend", DTYPES)
@@ -133,6 +143,27 @@ def test_reference_gradient(rng):
     given = wide(inputs(rng, [2, 0, 3], 4, 3, 1, torch.float64))
     x, weight = given["x"].requires_grad_(), given["weight"].requires_grad_()
     assert gradcheck(lambda x, w: reference.grouped_gemm(x, w, given["counts"]), (x, weight))
+
+
+@pytest.mark.parametrize("readable", [True, False])
+def test_tail_and_check_without_reading_the_counts(monkeypatch, readable, rng):
+    """On a device nothing may wait for the counts, so the same is done there with device operations."""
+    monkeypatch.setattr(autograd, "_readable", lambda ends: readable)
+    given = inputs(rng, *SIZES["tail"], torch.bfloat16)
+    out = grouped_mm.backend.call(*given.values())
+    assert torch.equal(out, reference.grouped_gemm(*given.values()))
+    with pytest.raises(ValueError if readable else RuntimeError, match=r"sum\(counts\) exceeds the 29 rows"):
+        grouped_mm.backend.call(given["x"], given["weight"], given["counts"] + 3)
+
+
+def test_fake_tensors():
+    """A plan of memory runs the model on tensors without values."""
+    with torch._subclasses.FakeTensorMode():
+        x = torch.ones(6, 16, dtype=torch.bfloat16, requires_grad=True)
+        weight = torch.ones(3, 24, 16, dtype=torch.bfloat16, requires_grad=True)
+        out = grouped_gemm(x, weight, torch.ones(3, dtype=torch.int64))
+        out.sum().backward()
+        assert (out.shape, x.grad.shape, weight.grad.shape) == ((6, 24), x.shape, weight.shape)
 
 
 @pytest.mark.parametrize("backend", ["reference", "torch", "triton"])

@@ -71,7 +71,7 @@ def test_forced_backend_never_falls_back(double):
     ("value", "message"),
     [
         ("swiglu=cuda", "has no backend 'cuda'; it has npu, triton, reference"),
-        ("swigloo=reference", "no operator 'swigloo'; there are .*rms_norm, swiglu"),
+        ("swigloo=reference", "no operator 'swigloo'; there are .*rms_norm.*swiglu"),
         ("swiglu", "expected operator=backend, found 'swiglu'"),
     ],
 )
@@ -97,7 +97,8 @@ def test_names_are_unique(double):
 
 
 def test_operators_are_listed():
-    assert operators() == ("grouped_gemm", "rms_norm", "swiglu")
+    assert {"grouped_gemm", "rms_norm", "swiglu"} <= set(operators())
+    assert list(operators()) == sorted(operators())
 
 
 @pytest.mark.parametrize(

@@ -36,12 +36,13 @@ def test_agrees_with_float64(evaluate, backend, shape, dtype, limit, rng):
 
 
 @backends
-@pytest.mark.parametrize("layout", ["halves", "swapped halves", "every other", "transposed"])
+@pytest.mark.parametrize("layout", ["halves", "swapped halves", "one half", "every other", "transposed"])
 def test_strided_input(evaluate, backend, layout, rng):
     both = rng((6, 80))
     gate, up = {
         "halves": both.chunk(2, -1),
         "swapped halves": both.chunk(2, -1)[::-1],
+        "one half": (both[:, :40], rng((6, 40))),
         "every other": (both[:, ::2], both[:, 1::2]),
         "transposed": (both.t()[:40], both.t()[40:]),
     }[layout]

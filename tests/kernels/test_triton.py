@@ -51,6 +51,17 @@ def test_stock_interpreter_does_not(stock, pair):
     assert not torch.allclose(product, a.float() @ b.float(), rtol=1)
 
 
+def test_operator_reaches_its_kernel(interpreter, rng):
+    """Through the registry, whose Triton backends import their kernels at the first call."""
+    given = {"gate": rng((3, 16)), "up": rng((3, 16))}
+    answers = interpreter.call("dayzero.kernels.registry:choices", "swiglu", *given.values())
+    assert [answer.backend for answer in answers if answer.chosen] == ["triton"]
+    chosen, kernel = (
+        interpreter.call("compare:gradients", f"dayzero.kernels.swiglu{name}:swiglu", given) for name in ("", ".kernel")
+    )
+    assert all(torch.equal(chosen[name], kernel[name]) for name in kernel)
+
+
 def test_worker_reports_errors(interpreter):
     with pytest.raises(RuntimeError, match="ModuleNotFoundError"):
         interpreter.call("no_such_module:f")
