@@ -11,6 +11,7 @@ import hashlib
 import json
 import os
 import shutil
+import warnings
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -128,7 +129,9 @@ class _FullTensors(Mapping[str, Tensor]):
     def __getitem__(self, name: str) -> Tensor:
         entry = self.entries[name]
         tensor = torch.empty(entry.size, dtype=entry.properties.dtype)
-        dcp.load({MODEL + name: tensor}, checkpoint_id=str(self.checkpoint), no_dist=True)
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "torch.distributed is disabled")
+            dcp.load({MODEL + name: tensor}, checkpoint_id=str(self.checkpoint), no_dist=True)
         return tensor
 
     def __iter__(self) -> Iterator[str]:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from dayzero.runtime.errors import InputError
+from dayzero.runtime.errors import InputError, RunFailed
 from rich.console import Console
 
 app = typer.Typer(
@@ -29,7 +29,7 @@ Settings = Annotated[
 @app.command()
 def train(
     package: PackageFolder,
-    data: Annotated[Path, typer.Option("--data", help="Training examples, JSON lines")],
+    data: Annotated[Path | None, typer.Option("--data", help="Training examples, JSON lines")] = None,
     eval_data: Annotated[Path | None, typer.Option("--eval-data", help="Held-out examples, JSON lines")] = None,
     nproc: Annotated[int, typer.Option("--nproc", min=1, help="Processes to start on this machine")] = 1,
     run: Annotated[Path | None, typer.Option("--run", help="Folder of the run; runs/NAME-TIME if left out")] = None,
@@ -80,8 +80,13 @@ def export(
     """Write what a run trained under the names of the original checkpoint, or as a PEFT adapter."""
     from dayzero.runtime.export import export as write
 
-    write(run, out, merged=merge and not adapter, adapter=adapter)
-    print(json.dumps({"command": "export", "ok": True, "out": str(out)}) if as_json else f"written: {out}")
+    report = write(run, out, merged=merge and not adapter, adapter=adapter)
+    if as_json:
+        print(json.dumps({"command": "export", "ok": True, **report.model_dump(mode="json")}))
+    else:
+        print(
+            f"{report.kind} of step {report.step}: {report.tensors} tensors, {report.changed} changed, in {report.out}"
+        )
 
 
 @app.command()
@@ -106,6 +111,8 @@ def plan(
         hbm_gib=hbm,
         mode=config.train.mode,
         tokens_per_device=config.data.tokens_per_rank,
+        lora_rank=config.lora.rank,
+        precision=config.train.precision,
     )
     if as_json:
         print(json.dumps({"command": "plan", "ok": True, **result.model_dump(mode="json")}))
@@ -127,15 +134,13 @@ def kernels(as_json: Json = False) -> None:
 
 def main() -> None:
     """Entry point. Exit codes: 0 good, 1 the run failed, 2 bad input or usage, 130 interrupted."""
-    from dayzero.runtime.launch import Failed
-
     as_json = "--json" in sys.argv
     command = next((word for word in sys.argv[1:] if not word.startswith("-")), "")
     try:
         app()
     except InputError as error:
         _end(command, str(error), 2, as_json)
-    except Failed as error:
+    except RunFailed as error:
         _end(command, str(error), error.code, as_json)
     except KeyboardInterrupt:
         _end(command, "interrupted", 130, as_json)

@@ -65,7 +65,15 @@ class Parallel(Section):
     """How the ranks share the model."""
 
     ep: int | Literal["auto"] = Field("auto", description="ranks that share the experts of a layer, or auto")
-    dp_replicate: int = Field(1, ge=1, description="copies of the sharded model")
+    dp_replicate: int | Literal["auto"] = Field("auto", description="copies of the sharded dense layers, or auto")
+
+    @model_validator(mode="after")
+    def _positive(self) -> Self:
+        for name in ("ep", "dp_replicate"):
+            size = getattr(self, name)
+            if size != "auto" and size < 1:
+                raise ValueError(f"{name} is {size}, expected 1 or more")
+        return self
 
 
 class Memory(Section):

@@ -1,4 +1,4 @@
-"""The one exception for bad input: what a user did, said so that they can mend it."""
+"""What ends a command early: bad input, or a run that failed."""
 
 
 class InputError(Exception):
@@ -19,3 +19,11 @@ class InputError(Exception):
         if hint:
             lines.append(f"  {hint}")
         super().__init__("\n".join(lines))
+
+
+class RunFailed(Exception):
+    """A run that ended early; the text is for the user, as it stands. code: 1, or 130 if it was interrupted."""
+
+    def __init__(self, text: str, code: int = 1):
+        super().__init__(text)
+        self.code = code

@@ -18,6 +18,7 @@ from dayzero.runtime.nn import CausalLM, MixtureOfExperts
 from dayzero.runtime.package import Package, load_package
 from dayzero.runtime.packing import Packer
 from dayzero.runtime.parallel import Layout
+from dayzero.runtime.processes import device_gib
 
 
 @dataclass(frozen=True)
@@ -37,7 +38,7 @@ class Job:
 def prepare(
     package: Path,
     *,
-    data: Path,
+    data: Path | None,
     eval_data: Path | None,
     run: Path,
     world: int,
@@ -48,11 +49,16 @@ def prepare(
 ) -> Job:
     """Checks package, checkpoint, settings, layout, data and run folder, and writes run.json and the tokenised data.
 
-    A resumed run keeps the settings of its run.json, then takes `overrides`. write: leave the files alone if False
-    (only one of several processes writes). Raises InputError.
+    A resumed run keeps the settings and data of its run.json where nothing else is said. write: leave the files alone
+    if False (only one of several processes writes). Raises InputError.
     """
     made = load_package(package, checkpoint)
-    config = _settings(made.folder, run, overrides, resume)
+    before = _record_of(run) if resume else {}
+    file = made.folder / "train.yaml"
+    config = load_config(before.get("config", file if file.is_file() else None), overrides)
+    data, eval_data = data or _path(before, "data"), eval_data or _path(before, "eval_data")
+    if data is None:
+        raise InputError("--data", found="left out", expected="a file of training examples")
     model = meta_model(made, config)
     layout = _layout(made, config, world)
     layout.check_experts([m.router.experts for m in model.modules() if isinstance(m, MixtureOfExperts)])
@@ -109,33 +115,40 @@ def stored_examples(file: Path) -> list[Example]:
     return [Example(ids.tolist(), labels.tolist()) for ids, labels in parts]
 
 
-def _settings(package: Path, run: Path, overrides: Iterable[str], resume: bool) -> TrainConfig:
-    if resume and (run / "run.json").is_file():
-        try:
-            tree = json.loads((run / "run.json").read_text())["config"]
-        except (ValueError, KeyError) as error:
-            raise InputError(str(run / "run.json"), found=str(error), expected="the record of a run") from None
-        return load_config(tree, overrides)
-    file = package / "train.yaml"
-    return load_config(file if file.is_file() else None, overrides)
+def _record_of(run: Path) -> dict[str, Any]:
+    file = run / "run.json"
+    if not file.is_file():
+        return {}
+    try:
+        record = json.loads(file.read_text())
+        return {"data": record["data"], "eval_data": record["eval_data"], "config": record["config"]}
+    except (ValueError, KeyError, TypeError) as error:
+        raise InputError(str(file), found=f"{type(error).__name__}: {error}", expected="the record of a run") from None
+
+
+def _path(record: dict[str, Any], name: str) -> Path | None:
+    return Path(record[name]) if record.get(name) else None
 
 
 def _layout(package: Package, config: TrainConfig, world: int) -> Layout:
     replicate, ep = config.parallel.dp_replicate, config.parallel.ep
+    if ep == "auto":
+        from dayzero.runtime.plan import make_plan
+
+        plan = make_plan(
+            package.spec,
+            devices=world,
+            hbm_gib=device_gib(),
+            mode=config.train.mode,
+            tokens_per_device=config.data.tokens_per_rank,
+            lora_rank=config.lora.rank,
+            precision=config.train.precision,
+        )
+        ep = plan.mesh.ep
+        replicate = plan.mesh.dp_replicate if replicate == "auto" else replicate
+    replicate = 1 if replicate == "auto" else replicate
     if world % replicate:
         raise InputError("parallel.dp_replicate", found=str(replicate), expected=f"a divisor of the {world} ranks")
-    if ep == "auto":
-        ep = 1
-        if world > 1:
-            from dayzero.runtime.plan import make_plan
-
-            plan = make_plan(
-                package.spec,
-                devices=world,
-                mode=config.train.mode,
-                tokens_per_device=config.data.tokens_per_rank,
-            )
-            ep = plan.mesh.ep
     return Layout(replicate, world // replicate, ep)
 
 

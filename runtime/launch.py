@@ -4,22 +4,16 @@ import logging
 import os
 import signal
 import sys
+import time
 import traceback
 from pathlib import Path
 
 from dayzero.runtime import checkpointing
-from dayzero.runtime.errors import InputError
+from dayzero.runtime.errors import InputError, RunFailed
 from dayzero.runtime.job import Job
 
 WORKER_MODULES = ["dayzero.runtime.train", "torch._dynamo"]
-
-
-class Failed(Exception):
-    """A run that ended early. code: the exit code. The text is for the user."""
-
-    def __init__(self, text: str, code: int):
-        super().__init__(text)
-        self.code = code
+LOST_NEIGHBOUR = ("Connection closed by peer", "Connection reset", "Broken pipe", "NCCL communicator was aborted")
 
 
 def world_size(nproc: int) -> int:
@@ -35,7 +29,8 @@ def launched() -> bool:
 def run(job: Job, nproc: int, restarts: int = 0) -> None:
     """Trains. Returns in the parent, or in each rank of an outer launcher, when all is done.
 
-    restarts: how often processes that fail are started again from the last checkpoint. Raises Failed.
+    restarts: how often processes that fail are started again from the last checkpoint. Raises RunFailed, or InputError
+    for what only a rank can see.
     """
     if launched() or nproc == 1:
         _run_here(job)
@@ -48,8 +43,8 @@ def _run_here(job: Job) -> None:
         _train(job)
     except KeyboardInterrupt:
         raise _interrupted(job) from None
-    except InputError as error:
-        raise Failed(str(error), 2) from None
+    except InputError:
+        raise
     except Exception as error:
         raise _failed(job, int(os.environ.get("RANK", "0")), f"{type(error).__name__}: {error}") from None
 
@@ -61,8 +56,9 @@ def _run_processes(job: Job, nproc: int, restarts: int) -> None:
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
-    logging.getLogger("torch.distributed.launcher").setLevel(logging.CRITICAL)
+    for name in list(logging.root.manager.loggerDict):
+        if name.startswith("torch.distributed"):
+            logging.getLogger(name).setLevel(logging.CRITICAL)
     # Ranks fork from a server that has imported torch once. It starts nothing on an accelerator.
     multiprocessing.set_forkserver_preload(WORKER_MODULES)
     config = LaunchConfig(
@@ -92,7 +88,8 @@ def _run_processes(job: Job, nproc: int, restarts: int) -> None:
             name = signal.Signals(-failure.exitcode).name
             hint = " (out of memory?)" if name == "SIGKILL" else ""
             raise _failed(job, rank, f"ended by {name}{hint}") from None
-        raise _failed(job, rank, failure.message) from None
+        message = failure.message  # a dict if the rank raised, which torch's types do not say
+        raise _failed(job, rank, message["message"] if isinstance(message, dict) else message) from None
 
 
 def _rank(job: Job) -> None:
@@ -106,12 +103,15 @@ def _rank(job: Job) -> None:
     print(f"rank {rank}: process {os.getpid()}", file=log)
     try:
         _train(job)
-    except BaseException:
+    except BaseException as error:
         traceback.print_exc()
+        if any(word in str(error) for word in LOST_NEIGHBOUR):
+            time.sleep(1)  # the launcher reports what it sees first: let that be the neighbour's own end
         raise
 
 
 def _train(job: Job) -> None:
+    """Joins the group, trains, and leaves the group; a group of one is left after a failure too."""
     import dataclasses
 
     import torch.distributed as dist
@@ -122,11 +122,16 @@ def _train(job: Job) -> None:
         job = dataclasses.replace(job, resume=True)
     own_group = not dist.is_initialized()
     device = join()
-    dist.barrier()  # rank 0 has written what the others are about to read
-    train(job, device)
-    if own_group:
+    try:
+        dist.barrier()  # rank 0 has written what the others are about to read
+        train(job, device)
         dist.barrier()
-        dist.destroy_process_group()
+    except BaseException:
+        own_group = own_group and dist.get_world_size() == 1  # with others, leaving could wait for them
+        raise
+    finally:
+        if own_group:
+            dist.destroy_process_group()
 
 
 def _logs(job: Job) -> Path:
@@ -139,21 +144,22 @@ def _log_file(job: Job, rank: int) -> Path:
     return _logs(job) / f"rank_{rank}.log"
 
 
-def _interrupted(job: Job) -> Failed:
-    return Failed(f"interrupted; {_last_checkpoint(job)}", 130)
+def _interrupted(job: Job) -> RunFailed:
+    return RunFailed(f"interrupted; {_last_checkpoint(job)}", 130)
 
 
-def _failed(job: Job, rank: int, cause: str) -> Failed:
+def _failed(job: Job, rank: int, cause: str) -> Exception:
     """`cause`: "Type: text", as a rank reported it."""
     kind, _, text = cause.partition(": ")
     if kind == "InputError":
-        return Failed(text, 2)
+        return InputError(text)
     if kind == "Diverged":
-        return Failed(f"{text}\n  {_last_checkpoint(job)}", 1)
+        return RunFailed(f"{text}\n  {_last_checkpoint(job)}")
+    cause = cause.splitlines()[0][:300] if cause else "unknown"
     log = _log_file(job, rank)
     if sys.exc_info()[2] is not None and not log.exists():
         log.write_text(traceback.format_exc())
-    return Failed(f"rank {rank}: {cause}\n  log  {log}\n  {_last_checkpoint(job)}", 1)
+    return RunFailed(f"rank {rank}: {cause}\n  log  {log}\n  {_last_checkpoint(job)}")
 
 
 def _last_checkpoint(job: Job) -> str:

@@ -26,7 +26,8 @@ def join() -> torch.device:
     if kind != "cpu":
         torch.get_device_module(device).set_device(device)
     else:
-        torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))))
+        share = len(os.sched_getaffinity(0)) // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+        torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", max(1, share))))
     if dist.is_initialized():
         return device
     if "RANK" not in os.environ:
@@ -51,3 +52,11 @@ def peak_bytes(device: torch.device) -> int:
 
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     return int(torch.get_device_module(device).max_memory_allocated(device))
+
+
+def device_gib() -> float | None:
+    """Memory of this machine's accelerator, None on a CPU."""
+    kind = device_type()
+    if kind == "cpu":
+        return None
+    return torch.get_device_module(kind).get_device_properties(0).total_memory / 2**30
