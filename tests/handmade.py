@@ -90,6 +90,7 @@ def specify(checkpoint: Path) -> ModelSpec:
         layer_kinds=kinds,
         layers=runs,
         norm=norm,
+        max_positions=config["max_position_embeddings"],
         rules=_rules(config["model_type"], layers, runs, config["num_local_experts"], config["tie_word_embeddings"]),
     )
 

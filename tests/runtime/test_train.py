@@ -1,0 +1,198 @@
+"""The training loop against a plain PyTorch one, on several ranks, over a restart, and when it goes wrong."""
+
+import math
+
+import harness
+import pytest
+import ranks_train
+import torch
+
+from dayzero.runtime import checkpointing, launch
+from dayzero.runtime.errors import InputError, RunFailed
+from dayzero.runtime.headers import read_headers
+from dayzero.runtime.job import prepare, stored_examples
+from dayzero.runtime.load import load_checkpoint
+from dayzero.runtime.metrics import read_metrics, summarise
+from dayzero.runtime.package import load_package
+from dayzero.runtime.packing import Packer
+from dayzero.runtime.schedule import learning_rate
+
+FULL = ["train.mode=full", "optimizer.clip=0.5", "optimizer.weight_decay=0.1"]
+
+
+@pytest.fixture(autouse=True)
+def _one_thread():
+    torch.set_num_threads(1)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+@pytest.fixture
+def run_training(tiny_run, tmp_path, monkeypatch):
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+
+    def run(name, *settings, world=1, resume=False, eval_data=None, data=None):
+        job = prepare(
+            tiny_run.package,
+            data=data or tiny_run.data,
+            eval_data=eval_data,
+            run=tmp_path / name,
+            world=world,
+            overrides=settings if resume else [*tiny_run.settings, *settings],
+            resume=resume,
+        )
+        if world == 1:
+            launch.run(job, 1)
+        else:
+            harness.run(ranks_train.train, world, job)
+        return tmp_path / name
+
+    return run
+
+
+def losses(run):
+    return [(record["loss"], record["grad_norm"]) for record in read_metrics(run) if "loss" in record]
+
+
+def plain_losses(tiny_run, run, steps, batches_per_step):
+    """The same training, written down plainly: one process, one model, torch's own clipping and AdamW."""
+    package = load_package(tiny_run.package)
+    model = package.build()
+    load_checkpoint(model, package.rules, package.checkpoint, read_headers(package.checkpoint))
+    decay, rest = ([p for p in model.parameters() if (p.ndim > 1) == matrix] for matrix in (True, False))
+    groups = [{"params": decay, "weight_decay": 0.1}, {"params": rest, "weight_decay": 0.0}]
+    optimizer = torch.optim.AdamW(groups, betas=(0.9, 0.95))
+    packer = Packer(stored_examples(run / "data" / "train.pt"), 128, batches_per_step, seed=0)
+    records = []
+    for step in range(steps):
+        batches = [packer.batch(step, rank) for rank in range(batches_per_step)]
+        valid = sum(int((batch.labels != -100).sum()) for batch in batches)
+        loss = sum(model(batch.ids, batch.cu_seqlens, batch.labels) for batch in batches) / valid
+        optimizer.zero_grad()
+        loss.backward()
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+        for group in optimizer.param_groups:
+            group["lr"] = learning_rate(step, steps=steps, peak=3e-3, warmup=2, floor=0.1)
+        optimizer.step()
+        records.append((float(loss.detach()), float(norm)))
+    return records
+
+
+@pytest.mark.parametrize(
+    ("world", "settings"),
+    [
+        (1, ["train.accumulation=4", "memory.recompute=false"]),
+        (2, ["train.accumulation=2", "parallel.ep=2", "memory.loss_chunk=16"]),
+        (4, ["train.accumulation=1", "parallel.ep=2"]),
+    ],
+    ids=["one-rank", "two-ranks", "four-ranks"],
+)
+def test_equals_plain_training(world, settings, run_training, tiny_run):
+    run = run_training("run", *FULL, "train.steps=6", *settings, world=world)
+    want = plain_losses(tiny_run, run, 6, batches_per_step=4)
+    got = losses(run)
+    assert len(got) == 6
+    for (loss, norm), (want_loss, want_norm) in zip(got, want, strict=True):
+        assert loss == pytest.approx(want_loss, rel=2e-5)
+        assert norm == pytest.approx(want_norm, rel=2e-4)
+    assert want[-1][0] < want[0][0] - 0.3  # it learns
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_resumes_bit_for_bit(world, run_training):
+    settings = ["lora.dropout=0.2", "checkpoint.every=2", "train.precision=bf16"]
+    if world > 1:
+        settings += ["parallel.ep=2"]
+    whole = run_training("whole", "train.steps=6", *settings, world=world)
+    run_training("parts", "train.steps=6", *settings, world=world)
+    # Step 6 is lost, as if the run had died before it was written, and so is what was logged after step 4.
+    newest = checkpointing.latest(whole.parent / "parts")
+    (newest / "manifest.json").unlink()
+    parts = run_training("parts", world=world, resume=True)
+    assert losses(parts) == losses(whole)
+    mine, other = (checkpointing.load_full(checkpointing.latest(run)) for run in (parts, whole))
+    assert mine.keys() == other.keys()
+    assert all(torch.equal(mine[name], other[name]) for name in mine)
+
+
+def test_lora_trains_adapters_alone_and_evaluates(run_training, tiny_run):
+    settings = ["train.steps=5", "eval.every=2", "lora.rank=4", "optimizer.lr=3e-2"]
+    run = run_training("run", *settings, eval_data=tiny_run.eval_data)
+    names = set(checkpointing.load_full(checkpointing.latest(run)))
+    parts = [
+        f"layers.{n}.mixer.{m}.lora_{x}" for n in (0, 1) for m in ("query", "key", "value", "output") for x in "ab"
+    ]
+    assert names == set(parts)
+    evaluations = [(record["step"], record["eval_loss"]) for record in read_metrics(run) if "eval_loss" in record]
+    assert [step for step, _ in evaluations] == [0, 2, 4, 5]
+    package = load_package(tiny_run.package)
+    model = package.build()
+    load_checkpoint(model, package.rules, package.checkpoint, read_headers(package.checkpoint))
+    total, valid = 0.0, 0
+    for example in stored_examples(run / "data" / "eval.pt"):
+        ids, labels = torch.tensor(example.ids), torch.tensor(example.labels)
+        total += float(model(ids, torch.tensor([0, len(ids)]), labels).detach())
+        valid += int((labels != -100).sum())
+    assert evaluations[0][1] == pytest.approx(total / valid, rel=1e-5)
+    assert evaluations[-1][1] < evaluations[0][1]
+
+    summary = summarise(run)
+    assert (summary["steps"], summary["eval_first"], summary["eval_last"]) == (5, evaluations[0][1], evaluations[-1][1])
+    records = [record for record in read_metrics(run) if "loss" in record]
+    assert (summary["loss_first"], summary["loss_last"]) == (records[0]["loss"], records[-1]["loss"])
+    assert all(1.0 <= record["expert_load"] <= 3.0 for record in records)  # 6 experts, 2 a token
+    assert all(record["peak_bytes"] > 1e7 and 0 < record["tokens"] <= 128 for record in records)
+
+
+def test_ranks_without_examples_take_part(run_training, tiny_run, tmp_path):
+    few = tmp_path / "few.jsonl"
+    few.write_text("".join(tiny_run.data.read_text().splitlines(keepends=True)[:2]))
+    settings = [*FULL, "train.steps=2", "parallel.ep=2"]
+    spread = run_training("spread", *settings, world=4, data=few)
+    assert losses(spread)[1][0] < losses(spread)[0][0]
+    alone = run_training("alone", *settings[:-1], "train.accumulation=4", data=few)
+    for (loss, norm), (want_loss, want_norm) in zip(losses(spread), losses(alone), strict=True):
+        assert loss == pytest.approx(want_loss, rel=2e-5)
+        assert norm == pytest.approx(want_norm, rel=2e-4)
+
+
+def test_random_weights_start_near_the_uniform_loss(run_training):
+    run = run_training("run", "train.init=random", "train.mode=full", "train.steps=1")
+    assert losses(run)[0][0] == pytest.approx(math.log(307), rel=0.02)
+
+
+def test_a_loss_that_is_not_a_number_ends_the_run(run_training):
+    with pytest.raises(
+        RunFailed, match=r"(?s)step 2: .*nan.*weights of step 1 are unchanged.*no checkpoint yet"
+    ) as error:
+        run_training("run", "train.mode=full", "train.steps=9", "optimizer.lr=1e30", "optimizer.warmup=0")
+    assert error.value.code == 1
+
+
+def test_an_unexpected_error_is_one_line_and_a_log(run_training, monkeypatch, tmp_path):
+    monkeypatch.setattr("dayzero.runtime.train.train_step", lambda *args: 1 / 0)
+    with pytest.raises(RunFailed, match=r"^rank 0: ZeroDivisionError: division by zero\n  log  .*rank_0\.log"):
+        run_training("run")
+    assert "Traceback" in (tmp_path / "run" / "logs" / "rank_0.log").read_text()
+
+
+def test_a_finished_run_is_not_overwritten(run_training):
+    run_training("run", "train.steps=1")
+    with pytest.raises(InputError, match="--resume"):
+        run_training("run", "train.steps=1")
+    run_training("run", resume=True)
+
+
+@pytest.mark.parametrize(
+    ("settings", "world", "says"),
+    [
+        (["parallel.ep=3"], 2, "divisor of the 2 ranks"),
+        (["parallel.ep=4"], 4, "6 experts"),
+        (["parallel.ep=1", "parallel.dp_replicate=3"], 4, "dp_replicate"),
+        (["lora.targets=[nothing]"], 1, "lora.targets: nothing"),
+        (["data.tokens_per_rank=999", "data.max_length=999"], 1, "256 positions"),
+    ],
+)
+def test_settings_that_do_not_fit_are_refused_before_any_process(settings, world, says, run_training):
+    with pytest.raises(InputError, match=says):
+        run_training("run", *settings, world=world)
