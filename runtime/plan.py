@@ -1,0 +1,278 @@
+"""How a model is trained on given devices: the mesh, what is recomputed, and the memory that it takes, line by line."""
+
+import itertools
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import yaml
+from pydantic import BaseModel, ConfigDict, ValidationError
+from rich.console import Console
+
+from dayzero.runtime import plan_table
+from dayzero.runtime.errors import InputError
+from dayzero.runtime.memory import GIB, Mesh, Mode, Model, batch_memory, communication, measure, state_memory
+from dayzero.runtime.parallel import divisors
+from dayzero.runtime.precision import Precision
+from dayzero.runtime.spec import ModelSpec
+
+ACROSS = 8  # a byte from another node costs as much as this many from the own one
+RESERVED = 3 * GIB // 2  # device context, communication library
+FRAGMENTATION = 0.1  # of all other lines: the allocator's losses, workspaces of kernels
+LOSS_CHUNKS = (None, 2048, 512)
+SMALL_CHUNK = 2048  # where the device's memory is not known
+LISTED = 12
+
+
+class Record(BaseModel):
+    model_config = ConfigDict(extra="forbid")
+
+
+class PlannedUnit(Record):
+    """What FSDP gathers at a time. parameters: of one unit, over all ranks. over: the mesh dimension that cuts it."""
+
+    name: str
+    count: int
+    parameters: int
+    over: Literal["dp_shard", "efsdp"]
+
+
+class Alternative(Record):
+    """Another mesh at its best, and why it was not taken. weighted_bytes: see `Plan.weighted_bytes`."""
+
+    mesh: Mesh
+    recompute: bool
+    loss_chunk: int | None
+    total_bytes: int
+    weighted_bytes: int
+    reason: str
+
+
+class Plan(Record):
+    """The chosen layout. per_rank_bytes: by line, as `memory` defines them, of rank 0.
+
+    communication_bytes: received in a step by rank 0, by kind. weighted_bytes: their sum, those from other nodes
+    counted ACROSS times; the plan minimises it among what fits. advice: what would fit, where nothing does.
+    hbm_bytes: None where the device is not known; then nothing is replicated and all is recomputed.
+    """
+
+    model: str
+    devices: int
+    devices_per_node: int
+    mode: Mode
+    precision: Precision
+    tokens_per_device: int
+    mesh: Mesh
+    recompute: bool
+    loss_chunk: int | None
+    lora_rank: int | None
+    lora_targets: list[str]
+    units: list[PlannedUnit]
+    per_rank_bytes: dict[str, int]
+    total_bytes: int
+    hbm_bytes: int | None
+    fits: bool
+    communication_bytes: dict[str, int]
+    weighted_bytes: int
+    alternatives: list[Alternative]
+    advice: list[str]
+
+    def render(self, console: Console) -> None:
+        """Prints the layout, the memory of a rank, what a step moves, and the alternatives, in 80 columns."""
+        head = [
+            f"{self.model}: {self.mode}, {self.precision}, {self.tokens_per_device} tokens a device",
+            f"{self.devices} devices, {self.devices_per_node} a node: {self.mesh}",
+            "layers are computed again in backward" if self.recompute else "all activations are kept",
+            f"the loss takes {self.loss_chunk or 'all'} tokens at a time",
+        ]
+        if self.lora_targets:
+            head.append(f"adapters of rank {self.lora_rank} on {', '.join(self.lora_targets)}")
+        tables = [
+            plan_table.memory(self.per_rank_bytes, self.total_bytes, self.hbm_bytes),
+            plan_table.communication(self.communication_bytes),
+        ]
+        if self.alternatives:
+            rows = [(str(other.mesh), other.total_bytes, other.reason) for other in self.alternatives]
+            tables.append(plan_table.alternatives(rows))
+        plan_table.show(console, head, tables, self.advice)
+
+
+@dataclass(frozen=True)
+class Candidate:
+    mesh: Mesh
+    recompute: bool
+    loss_chunk: int | None
+    lines: dict[str, int]
+    received: dict[str, int]
+    weighted: int
+
+    @property
+    def total(self) -> int:
+        return sum(self.lines.values())
+
+    def fits(self, hbm: int | None) -> bool:
+        return hbm is None or self.total <= hbm
+
+    @property
+    def cost(self) -> tuple:
+        """Fewest bytes first; then no recompute, then the larger chunk of the loss, then the smaller mesh sizes."""
+        chunk = -(self.loss_chunk or 1 << 62)
+        return self.weighted, self.recompute, chunk, self.mesh.dp_replicate, self.mesh.ep
+
+
+def make_plan(
+    spec: ModelSpec,
+    *,
+    devices: int,
+    hbm_gib: float | None = None,
+    mode: Mode,
+    tokens_per_device: int,
+    devices_per_node: int = 8,
+    lora_rank: int = 16,
+    precision: Precision = "bf16",
+) -> Plan:
+    """The layout that moves the fewest bytes among those that fit into `hbm_gib` GiB a device.
+
+    Searches ep over the common divisors of devices and experts, dp_replicate over the divisors of devices, recompute
+    on and off, and chunks of the loss. If nothing fits: the layout that needs least, with fits=False and advice.
+    Raises InputError for fewer than one device or token, or a model without anything to adapt.
+    """
+    sizes = {"devices": devices, "tokens_per_device": tokens_per_device, "devices_per_node": devices_per_node}
+    for name, value in sizes.items():
+        if value < 1:
+            raise InputError(name, found=str(value), expected="1 or more")
+    model = measure(spec, mode, precision, lora_rank)
+    hbm = None if hbm_gib is None else int(hbm_gib * GIB)
+    candidates = list(_candidates(model, devices, tokens_per_device, devices_per_node, known=hbm is not None))
+    fitting = [candidate for candidate in candidates if candidate.fits(hbm)]
+    best = min(fitting, key=lambda c: c.cost) if fitting else min(candidates, key=lambda c: c.total)
+    return Plan(
+        model=spec.name,
+        devices=devices,
+        devices_per_node=devices_per_node,
+        mode=mode,
+        precision=precision,
+        tokens_per_device=tokens_per_device,
+        mesh=best.mesh,
+        recompute=best.recompute,
+        loss_chunk=best.loss_chunk,
+        lora_rank=lora_rank if mode == "lora" else None,
+        lora_targets=list(model.lora_targets),
+        units=[
+            PlannedUnit(
+                name=unit.name,
+                count=count,
+                parameters=unit.elements(best.mesh) * (best.mesh.ep if unit.experts else 1),
+                over="efsdp" if unit.experts else "dp_shard",
+            )
+            for unit, count in model.units
+        ],
+        per_rank_bytes=best.lines,
+        total_bytes=best.total,
+        hbm_bytes=hbm,
+        fits=bool(fitting),
+        communication_bytes=best.received,
+        weighted_bytes=best.weighted,
+        alternatives=_alternatives(candidates, best, hbm),
+        advice=[] if fitting or hbm is None else _advice(model, mode, best, tokens_per_device, hbm, devices_per_node),
+    )
+
+
+def write_plan(plan: Plan, file: Path) -> None:
+    """As YAML. `read_plan` gives the same plan back."""
+    file.write_text(yaml.safe_dump(plan.model_dump(mode="json"), sort_keys=False, width=120))
+
+
+def read_plan(file: Path) -> Plan:
+    """Raises InputError for a file that is missing, not YAML, or not a plan; it names the field."""
+    try:
+        return Plan.model_validate(yaml.safe_load(file.read_text()))
+    except (OSError, yaml.YAMLError, UnicodeDecodeError) as error:
+        raise InputError(str(file), found=" ".join(str(error).split()), expected="a plan in YAML") from None
+    except ValidationError as error:
+        first = error.errors()[0]
+        field = ".".join(map(str, first["loc"]))
+        raise InputError(f"{file}: {field}", found=str(first["input"])[:80], expected=first["msg"]) from None
+
+
+def _candidates(model: Model, devices: int, tokens: int, per_node: int, known: bool) -> Iterator[Candidate]:
+    """known: whether the device's memory is. Otherwise the choices that need least of it are made beforehand."""
+    counts = {kind.moe.router.experts for kind in model.kinds if kind.moe is not None}
+    choices = list(itertools.product((False, True), LOSS_CHUNKS)) if known else [(True, SMALL_CHUNK)]
+    for ep in divisors(devices):
+        if ep > 1 and (not counts or any(count % ep for count in counts)):
+            continue
+        batch = {choice: batch_memory(model, ep, tokens, *choice) for choice in choices}
+        for replicate in divisors(devices) if known else [1]:
+            mesh = Mesh(dp_replicate=replicate, dp_shard=devices // replicate, ep=ep, efsdp=devices // ep)
+            state = state_memory(model, mesh)
+            for recompute, group in itertools.groupby(choices, key=lambda choice: choice[0]):
+                moved = communication(model, mesh, tokens, recompute, per_node)
+                received = {kind: sum(parts.values()) for kind, parts in moved.items()}
+                weighted = sum(parts["inside"] + ACROSS * parts["across"] for parts in moved.values())
+                for choice in group:
+                    lines = state | batch[choice]
+                    lines["headroom"] = RESERVED + int(FRAGMENTATION * sum(lines.values()))
+                    yield Candidate(mesh, *choice, lines, received, weighted)
+
+
+def _alternatives(candidates: list[Candidate], best: Candidate, hbm: int | None) -> list[Alternative]:
+    """Every other mesh at its best: what fits by bytes moved, then what does not by what it needs."""
+    by_mesh: dict[Mesh, list[Candidate]] = {}
+    for candidate in candidates:
+        if candidate.mesh != best.mesh:
+            by_mesh.setdefault(candidate.mesh, []).append(candidate)
+    fitting, failing = [], []
+    for group in by_mesh.values():
+        if good := [candidate for candidate in group if candidate.fits(hbm)]:
+            fitting.append(min(good, key=lambda c: c.cost))
+        else:
+            failing.append(min(group, key=lambda c: c.total))
+    fitting.sort(key=lambda c: c.cost)
+    failing.sort(key=lambda c: c.total)
+    chosen = [*fitting[: LISTED // 2], *failing[: LISTED - min(len(fitting), LISTED // 2)]]
+    return [
+        Alternative(
+            mesh=candidate.mesh,
+            recompute=candidate.recompute,
+            loss_chunk=candidate.loss_chunk,
+            total_bytes=candidate.total,
+            weighted_bytes=candidate.weighted,
+            reason=_reason(candidate, best, hbm),
+        )
+        for candidate in chosen
+    ]
+
+
+def _reason(candidate: Candidate, best: Candidate, hbm: int | None) -> str:
+    if hbm is not None and not candidate.fits(hbm):
+        return f"needs {candidate.total / GIB:.1f} GiB of {hbm / GIB:.1f}"
+    if candidate.weighted > best.weighted:
+        return f"moves {candidate.weighted / best.weighted:.2f} times as much" if best.weighted else "moves more"
+    if candidate.recompute and not best.recompute:
+        return "moves as much, and recomputes"
+    return "as good; the smaller mesh sizes were taken"
+
+
+def _advice(model: Model, mode: Mode, best: Candidate, tokens: int, hbm: int, per_node: int) -> list[str]:
+    """What would fit: more devices, fewer tokens, adapters instead of all parameters."""
+
+    def anything_fits(devices: int, tokens: int) -> bool:
+        return any(candidate.fits(hbm) for candidate in _candidates(model, devices, tokens, per_node, known=True))
+
+    devices = best.mesh.devices
+    advice = [f"The least that was found needs {best.total / GIB:.1f} GiB a device, of {hbm / GIB:.1f}."]
+    fewer = next((tokens // 2**i for i in range(1, 7) if tokens >> i and anything_fits(devices, tokens // 2**i)), None)
+    if fewer:
+        advice.append(f"{fewer} tokens a device would fit on {devices} devices.")
+    more = next((devices * 2**i for i in range(1, 7) if anything_fits(devices * 2**i, tokens)), None)
+    if more:
+        advice.append(f"{more} devices of this size would fit {tokens} tokens each.")
+    if not fewer and not more:
+        advice.append(
+            f"Neither {tokens // 64 or 1} tokens a device nor {devices * 64} devices would do: take larger ones."
+        )
+    if mode == "full":
+        advice.append("Adapters (mode lora) need far less: no gradient and no moment of a frozen weight.")
+    return advice

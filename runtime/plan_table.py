@@ -1,0 +1,82 @@
+"""The tables of a plan as a person reads them, at most 80 columns wide."""
+
+from collections.abc import Mapping, Sequence
+
+from rich.console import Console
+from rich.table import Table
+
+from dayzero.runtime.memory import GIB
+
+WIDTH = 80
+SHOWN = 8
+LINES = {
+    "parameters_dense": "dense parameters, this rank's shard",
+    "parameters_experts": "expert parameters, this rank's shard",
+    "parameters_adapters": "adapters, this rank's shard",
+    "gradients": "gradients of what is trained",
+    "optimizer": "AdamW moments",
+    "gathered": "units gathered at a time",
+    "reduced": "gradients of a unit on their way",
+    "activations": "activations kept for backward",
+    "expert_copies": "token copies of a routed layer",
+    "logits": "logits of a chunk of the loss",
+    "headroom": "headroom: context, fragmentation",
+}
+KINDS = {
+    "all_gather": "all-gather of parameters",
+    "reduce_scatter": "reduce-scatter of gradients",
+    "all_reduce": "all-reduce over replicas",
+    "all_to_all": "all-to-all of token copies",
+}
+
+
+def size(bytes: int) -> str:
+    """In GiB, or MiB where that would be 0.0."""
+    return f"{bytes / GIB:.2f} GiB" if bytes >= GIB / 10 else f"{1024 * bytes / GIB:.2f} MiB"
+
+
+def show(console: Console, head: Sequence[str], tables: Sequence[Table], tail: Sequence[str]) -> None:
+    """Prints lines, tables and lines."""
+    width = min(WIDTH, console.width)
+    for line in head:
+        console.print(line, width=width, highlight=False)
+    for table in tables:
+        console.print()
+        console.print(table, width=width)
+    for line in tail:
+        console.print(line, width=width, highlight=False)
+
+
+def memory(lines: Mapping[str, int], total: int, hbm: int | None) -> Table:
+    """hbm: what a device has, None if that is not known."""
+    if hbm is None:
+        verdict = "total; the device's memory is not known"
+    else:
+        verdict = f"total, {'fits' if total <= hbm else 'does NOT fit'} {hbm / GIB:.1f} GiB"
+    table = Table(title="Memory of a rank", title_justify="left", box=None, pad_edge=False, show_footer=True)
+    table.add_column("", verdict, overflow="fold")
+    table.add_column("", size(total), justify="right", no_wrap=True)
+    for name, needed in lines.items():
+        table.add_row(LINES.get(name, name), size(needed))
+    return table
+
+
+def communication(received: Mapping[str, int]) -> Table:
+    """received: bytes by kind of collective."""
+    table = Table(title="Received by a rank in a step", title_justify="left", box=None, pad_edge=False)
+    table.add_column("", overflow="fold")
+    table.add_column("", justify="right", no_wrap=True)
+    for name, moved in received.items():
+        table.add_row(KINDS.get(name, name), size(moved))
+    return table
+
+
+def alternatives(rows: Sequence[tuple[str, int, str]]) -> Table:
+    """rows: (mesh, bytes of a rank, why it was not taken)."""
+    table = Table(title="Not taken", title_justify="left", box=None, pad_edge=False)
+    table.add_column("mesh", no_wrap=True)
+    table.add_column("", justify="right", no_wrap=True)
+    table.add_column("why", overflow="fold")
+    for mesh, total, reason in rows[:SHOWN]:
+        table.add_row(mesh, size(total), reason)
+    return table
