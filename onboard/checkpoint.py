@@ -5,10 +5,11 @@ import json
 from pathlib import Path
 from typing import Any
 
+from pydantic import BaseModel, ConfigDict
+
 from dayzero.runtime.errors import InputError
 from dayzero.runtime.headers import TensorHeader, headers_sha256, read_headers
 from dayzero.runtime.spec import CheckpointId
-from pydantic import BaseModel, ConfigDict
 
 TOKENIZER_FILES = (
     "tokenizer.json", "tokenizer_config.json", "tokenizer.model", "special_tokens_map.json", "added_tokens.json",

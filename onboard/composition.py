@@ -6,9 +6,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from dayzero.runtime.spec import BlockSpec, CheckpointId, LayerKind, LayerRun, ModelSpec, Proof
 from torch import nn
 
+from dayzero.runtime.spec import BlockSpec, CheckpointId, LayerKind, LayerRun, ModelSpec, Proof
+
+from .align.ladder import rounded_up
 from .candidates import Candidate, site_of
 from .candidates.rotary import TOLERANCE as ROTARY_TOLERANCE
 from .candidates.rotary import propose_rotary
@@ -154,16 +156,10 @@ def specification_of(
 
 def _block(attempt: Attempt, module: nn.Module, config: Any, path: str) -> BlockSpec:
     spec = attempt.candidate.spec(module, config)
-    proof = Proof(status="proven", module=path, error=rounded_up(attempt.error), evidence=attempt.candidate.describe())
+    proof = Proof(
+        status="proven", module=path, error=max(rounded_up(attempt.error), 1e-12), evidence=attempt.candidate.describe()
+    )
     return spec.model_copy(update={"proof": proof})
-
-
-def rounded_up(error: float) -> float:
-    """The next power of ten, at least 1e-12: an upper bound that does not change with the processor."""
-    bound = 1e-12
-    while error > bound:
-        bound *= 10
-    return float(f"{bound:.0e}")
 
 
 def load_reference(model: nn.Module, reference: nn.Module, proven: Proven) -> None:

@@ -19,6 +19,7 @@ SIZES: dict[str, tuple[str, ...]] = {
     "shared_width": ("shared_expert_intermediate_size", "moe_shared_expert_intermediate_size"),
     "experts": ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"),
     "top_k": ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_k", "top_k_experts"),
+    "shared_experts": ("n_shared_experts", "num_shared_experts"),
     "window": ("sliding_window", "sliding_window_size", "attention_window_size", "window_size"),
 }
 

@@ -9,9 +9,10 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Literal
 
 import torch
+from pydantic import Field
+
 from dayzero.runtime.errors import InputError
 from dayzero.runtime.spec import CheckpointId, Record
-from pydantic import Field
 
 from .composition import NotProven, Proven, load_reference, prove_model, specification_of
 from .config_fields import IRRELEVANT, SIZES

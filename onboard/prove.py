@@ -10,10 +10,11 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 import torch
-from dayzero.runtime.nn import Context
-from dayzero.runtime.nn.context import lengths_of, positions_of
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from dayzero.runtime.nn import Context
+from dayzero.runtime.nn.context import lengths_of, positions_of
 
 from .candidates import Candidate, Site, propose
 from .reference import redraw

@@ -13,9 +13,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from dayzero.runtime.errors import InputError
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
+
+from dayzero.runtime.errors import InputError
 
 # Reads from these files are bookkeeping of the library (saving, dispatch, defaults), not the model's arithmetic.
 _BOOKKEEPING = ("configuration_utils.py", "modeling_utils.py", "configuration_auto.py", "auto_factory.py", "_attn_impl")

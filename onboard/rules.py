@@ -12,9 +12,10 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
+from torch import Tensor
+
 from dayzero.runtime.spec import RuleSpec, SourceSpec
 from dayzero.runtime.weights import Concat, Source, Stack, Stored, Transpose
-from torch import Tensor
 
 
 class NoRule(Exception):

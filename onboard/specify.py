@@ -6,11 +6,11 @@ shrunk layer that has their signature.
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import torch
-from dayzero.runtime.spec import CheckpointId, ModelSpec, RuleSpec, SourceSpec
+
+from dayzero.runtime.spec import CheckpointId, ModelSpec, Record, RuleSpec, SourceSpec
 
 from .composition import NotProven, Unproven, load_reference, prove_model, specification_of
 from .config_fields import IRRELEVANT, RENAMED
@@ -21,17 +21,26 @@ from .rules import NoRule, find_rules, full_rules, layer_templates
 from .shrink import SEQUENCE, layer_signatures, shrink
 
 
-@dataclass
-class Specification:
-    """spec: of the real model. shrunk: of the small one, whose config is shrunk_config. attempts: by reference module
-    path of the shrunk model. reads: config fields that the reference read. unread: fields that nobody did.
-    interventions: what became of the model when fields were changed."""
+class Tried(Record):
+    """How the block for one reference module was found. candidates: how many were tried; misses: of those that failed,
+    the nearest, one line each."""
+
+    module: str
+    block: str
+    error: float
+    where: str
+    candidates: int
+    misses: list[str]
+
+
+class Specification(Record):
+    """spec: of the real model. shrunk: of the small one, whose config is shrunk_config. tried: one entry a distinct
+    block. unread: config fields that nobody explains. interventions: what became of the model when fields changed."""
 
     spec: ModelSpec
     shrunk: ModelSpec
     shrunk_config: dict[str, Any]
-    attempts: dict[str, list[Attempt]]
-    reads: list[str]
+    tried: list[Tried]
     unread: list[str]
     interventions: list[Intervention]
 
@@ -75,7 +84,27 @@ def specify(
     with torch.device("meta"):
         shapes = {parameter: tuple(tensor.shape) for parameter, tensor in spec.build().named_parameters()}
     spec = spec.model_copy(update={"rules": full_rules(templates, follows, shapes)})
-    return Specification(spec, shrunk, small, attempts, sorted(reads), unread, interventions)
+    return Specification(
+        spec=spec,
+        shrunk=shrunk,
+        shrunk_config=small,
+        tried=[_tried(path, made) for path, made in attempts.items()],
+        unread=unread,
+        interventions=interventions,
+    )
+
+
+def _tried(path: str, attempts: list[Attempt]) -> Tried:
+    best = next(attempt for attempt in attempts if attempt.proven)
+    failed = sorted((attempt for attempt in attempts if not attempt.proven), key=lambda attempt: attempt.error)
+    return Tried(
+        module=path,
+        block=best.candidate.block,
+        error=best.error,
+        where=best.where,
+        candidates=len(attempts),
+        misses=[f"{attempt.candidate.block}: {attempt.objection}" for attempt in failed[:3]],
+    )
 
 
 def small_summary(small: Mapping[str, Any]) -> str:

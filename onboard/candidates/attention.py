@@ -4,9 +4,10 @@ import itertools
 from collections.abc import Iterator
 
 import torch
+from torch import Tensor, nn
+
 from dayzero.onboard.discover import same, tensors
 from dayzero.runtime.weights import Source, Stored
-from torch import Tensor, nn
 
 from .evidence import Candidate, Evidence, Site, attribute, literal, present, site_of, size
 from .feed_forward import linear_calls

@@ -5,12 +5,13 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
+from torch import Tensor, nn
+
 from dayzero.onboard.discover import Call
 from dayzero.onboard.trace import Operations, trace
 from dayzero.runtime.safetensors_reader import TensorsReader
 from dayzero.runtime.spec import BlockSpec
 from dayzero.runtime.weights import Source, whole
-from torch import Tensor, nn
 
 
 @dataclass(frozen=True)

@@ -3,11 +3,12 @@
 import itertools
 from typing import get_args
 
+from torch import nn
+
 from dayzero.onboard.discover import Call, same
 from dayzero.onboard.trace import Operations
 from dayzero.runtime.nn.activation import Activation
 from dayzero.runtime.weights import Stored
-from torch import nn
 
 from .evidence import Candidate, Site, literal, present, size
 

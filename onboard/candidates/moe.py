@@ -3,9 +3,10 @@
 import itertools
 
 import torch
+from torch import Tensor
+
 from dayzero.onboard.discover import Call, tensors
 from dayzero.runtime.weights import Source, Stored, Transpose
-from torch import Tensor
 
 from .evidence import Candidate, Evidence, Site, literal, size
 from .feed_forward import activations

@@ -4,9 +4,10 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
+from torch import Tensor, nn
+
 from dayzero.onboard.discover import Call, tensors
 from dayzero.runtime.nn import Rotary
-from torch import Tensor, nn
 
 from .evidence import Candidate, Evidence, literal
 

@@ -1,0 +1,303 @@
+"""The run as a graph: read, specify, plan, align, generate. Every step is deterministic; its state is kept on disk, so
+that a run that was killed goes on where it stopped.
+
+The graph's state is small plain data; what the steps make lies beside it as JSON files.
+"""
+
+import json
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, TypedDict
+
+import torch
+from pydantic import BaseModel
+
+from dayzero.runtime.config import TrainConfig
+from dayzero.runtime.errors import InputError
+from dayzero.runtime.package import Package, load_package
+from dayzero.runtime.plan import Plan, make_plan
+from dayzero.runtime.spec import ModelSpec
+
+from .align import Alignment, Rung, coverage_rung, model_rung
+from .align.ladder import THRESHOLDS, judge
+from .align.model import real_weights_error
+from .checkpoint import Checkpoint, read_checkpoint
+from .classify import Ledger, classify, settle
+from .composition import NotProven, Unproven
+from .generate import VERSION, canonical_json, model_py, render_package, weights_py
+from .install import install, read_decisions, write_files
+from .report import Findings
+from .specify import Specification, specify
+
+STEPS = ("read", "specify", "plan", "align", "generate")
+
+
+class State(TypedDict, total=False):
+    """The graph's state. request identifies the inputs; unproven, if not empty, is why there is no package."""
+
+    request: dict[str, Any]
+    unproven: list[dict[str, Any]]
+
+
+class Progress(BaseModel):
+    """What a step reports: its name, a line, and how far it is where that is known."""
+
+    step: str
+    line: str = ""
+    done: int | None = None
+    total: int | None = None
+
+
+class Outcome(BaseModel):
+    """What became of a run. unproven: why there is no package, [] if there is one."""
+
+    package: Path
+    ledger: Ledger | None
+    alignment: Alignment
+    unproven: list[dict[str, Any]]
+
+
+def real_shapes(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
+    """Parameter shapes of the real model, without its memory."""
+    with torch.device("meta"):
+        return {name: tuple(parameter.shape) for name, parameter in spec.build().named_parameters()}
+
+
+def specify_checkpoint(
+    checkpoint: Checkpoint, name: str, decisions: dict[str, Any], tell: Callable[[str], None]
+) -> tuple[Specification, Ledger]:
+    """The specification and the settled ledger. Raises NotProven for anything that stays open, InputError where config
+    and tensors disagree."""
+    if checkpoint.quantization:
+        method = str(checkpoint.quantization.get("quant_method", "an unnamed method"))
+        why = f"weights are quantised ({method}), and no decoder here reads them"
+        raise NotProven([Unproven("config.json: quantization_config", why)])
+    specification = specify(checkpoint.config, checkpoint.identity(), name, tell)
+    ledger = settle(classify(checkpoint), checkpoint, specification.spec, real_shapes(specification.spec))
+    ignored = decisions.get("ignore_config") or {}
+    unread = [field for field in specification.unread if field not in ignored]
+    ledger = ledger.model_copy(update={"unread_config": unread})
+    open_items = [
+        Unproven(
+            f"config.json: {field} = {checkpoint.config[field]!r}"[:160], "nobody reads it: not the reference, not us"
+        )
+        for field in unread
+    ] + [Unproven(tensor, "no parameter of the proven model is made of it") for tensor in ledger.unaccounted[:20]]
+    if open_items:
+        raise NotProven(open_items)
+    return specification, ledger
+
+
+def load_shrunk(specification: Specification, folder: Path) -> Package:
+    """The shrunk package: model.py and weights.py by the same templates as the real ones, written and imported."""
+    shrunk = specification.shrunk
+    files = {
+        "model.py": model_py(shrunk),
+        "weights.py": weights_py(shrunk),
+        "spec.json": canonical_json(shrunk.model_dump(mode="json")),
+    }
+    write_files(folder, files)
+    return load_package(folder)
+
+
+def climb(
+    checkpoint: Checkpoint,
+    specification: Specification,
+    ledger: Ledger,
+    tell: Callable[[str], None],
+    count: Callable[[int, int], None] = lambda done, total: None,
+) -> Alignment:
+    """Rungs L0 to L2."""
+    rungs: dict[str, Rung] = {}
+    tell("L0: every tensor in and out")
+    rungs["L0"] = coverage_rung(checkpoint, ledger, specification.spec, count)
+    rungs["L1"] = judge({t.module: t.error for t in specification.tried}, THRESHOLDS["L1"])
+    tell("L2: the generated model against the reference")
+    rung = model_rung(lambda folder: load_shrunk(specification, folder), specification.shrunk_config, tell)
+    rungs["L2"] = _with_real_weights(rung, checkpoint, specification, tell)
+    return Alignment(rungs=rungs, blocks={"proven": len(specification.tried), "lifted": 0, "unverified": 0})
+
+
+def _with_real_weights(
+    rung: Rung, checkpoint: Checkpoint, specification: Specification, tell: Callable[[str], None]
+) -> Rung:
+    """The rung, joined by the logits on the real weights where both models fit into memory."""
+    import tempfile
+
+    tell("L2: the real weights, float32")
+    spec = specification.spec
+    with tempfile.TemporaryDirectory() as folder:
+        files = {"model.py": model_py(spec), "weights.py": weights_py(spec)}
+        write_files(Path(folder), {**files, "spec.json": canonical_json(spec.model_dump(mode="json"))})
+        error = real_weights_error(load_package(Path(folder)), checkpoint)
+    if error is None:
+        return rung.model_copy(update={"details": [*rung.details, "real weights: not compared, too large for memory"]})
+    real = judge({"real weights, float32: logits": error}, THRESHOLDS["L2 float32"])
+    details = [*rung.details, *real.details]
+    return (rung if real.verdict == "PASS" else real).model_copy(update={"details": details})
+
+
+class Run:
+    """One request: which checkpoint, where to, for what cluster. Paths of what the steps leave for one another."""
+
+    def __init__(self, checkpoint: Path, out: Path, name: str, devices: int, hbm: float, align: bool = True):
+        self.checkpoint, self.target = checkpoint, out / name
+        self.name, self.devices, self.hbm, self.align = name, devices, hbm, align
+        self.state = out / ".state" / name
+
+    def request(self, identity: dict[str, Any]) -> dict[str, Any]:
+        """What must be the same for an interrupted run to go on."""
+        return {
+            "version": VERSION,
+            "checkpoint": identity,
+            "path": str(self.checkpoint),
+            "devices": self.devices,
+            "hbm": self.hbm,
+            "align": self.align,
+            "decisions": read_decisions(self.target),
+        }
+
+    def save(self, name: str, value: BaseModel) -> None:
+        self.state.mkdir(parents=True, exist_ok=True)
+        (self.state / f"{name}.json").write_text(value.model_dump_json())
+
+    def load(self, name: str, kind: Any) -> Any:
+        return kind.model_validate_json((self.state / f"{name}.json").read_text())
+
+
+def _graph(run: Run) -> Any:
+    """The StateGraph, not yet compiled."""
+    from langgraph.config import get_stream_writer
+    from langgraph.graph import END, START, StateGraph
+
+    def teller(step: str) -> Callable[[str], None]:
+        write = get_stream_writer()
+        return lambda line: write(Progress(step=step, line=line).model_dump())
+
+    def read(state: State) -> State:
+        checkpoint = read_checkpoint(run.checkpoint)
+        run.save("checkpoint", checkpoint)
+        teller("read")(f"{len(checkpoint.headers)} tensors, {checkpoint.architecture}")
+        return {}
+
+    def prove(state: State) -> State:
+        checkpoint = run.load("checkpoint", Checkpoint)
+        try:
+            specification, ledger = specify_checkpoint(
+                checkpoint, run.name, state["request"]["decisions"], teller("specify")
+            )
+        except NotProven as error:
+            return {"unproven": [vars(item) for item in error.unproven]}
+        run.save("specification", specification)
+        run.save("ledger", ledger)
+        return {}
+
+    def plan(state: State) -> State:
+        config, spec = TrainConfig(), run.load("specification", Specification).spec
+        made = make_plan(
+            spec,
+            devices=run.devices,
+            hbm_gib=run.hbm,
+            mode=config.train.mode,
+            tokens_per_device=config.data.tokens_per_rank,
+            lora_rank=config.lora.rank,
+            precision=config.train.precision,
+        )
+        run.save("plan", made)
+        return {}
+
+    def align(state: State) -> State:
+        write = get_stream_writer()
+        alignment = Alignment()
+        if run.align:
+            alignment = climb(
+                run.load("checkpoint", Checkpoint),
+                run.load("specification", Specification),
+                run.load("ledger", Ledger),
+                teller("align"),
+                lambda done, total: write(Progress(step="align", done=done, total=total).model_dump()),
+            )
+        run.save("alignment", alignment)
+        return {}
+
+    def generate(state: State) -> State:
+        specification = run.load("specification", Specification)
+        findings = Findings(
+            interventions=specification.interventions,
+            ignored_config=state["request"]["decisions"].get("ignore_config") or {},
+        )
+        alignment = run.load("alignment", Alignment).bounded()
+        files = render_package(
+            specification.spec, run.load("ledger", Ledger), run.load("plan", Plan), TrainConfig(), findings, alignment
+        )
+        install(run.target, files, run.load("checkpoint", Checkpoint).path)
+        return {}
+
+    graph = StateGraph(State)
+    for name, node in zip(STEPS, (read, prove, plan, align, generate), strict=True):
+        graph.add_node(name, node)
+    graph.add_edge(START, "read")
+    graph.add_edge("read", "specify")
+    graph.add_conditional_edges("specify", lambda state: END if state.get("unproven") else "plan", ["plan", END])
+    graph.add_edge("plan", "align")
+    graph.add_edge("align", "generate")
+    graph.add_edge("generate", END)
+    return graph
+
+
+def execute(run: Run) -> Iterator[Progress | Outcome]:
+    """Runs or resumes, reporting progress; the last item is the outcome. Raises InputError for bad input, and then
+    leaves nothing behind; an interruption leaves the state from which the same command goes on."""
+    from langgraph.checkpoint.sqlite import SqliteSaver
+
+    identity = read_checkpoint(run.checkpoint).identity().model_dump(mode="json")
+    request = run.request(identity)
+    run.state.mkdir(parents=True, exist_ok=True)
+    config: Any = {"configurable": {"thread_id": run.name}}
+    try:
+        with SqliteSaver.from_conn_string(str(run.state / "graph.sqlite")) as saver:
+            graph = _graph(run).compile(checkpointer=saver)
+            state = graph.get_state(config)
+            resumes = bool(state.next) and state.values.get("request") == request
+            if resumes:
+                yield Progress(step=state.next[0], line="going on where the last run stopped")
+            else:
+                saver.delete_thread(run.name)
+            stream = graph.stream(
+                None if resumes else {"request": request, "unproven": []},
+                config,
+                stream_mode=["updates", "custom"],
+                durability="sync",
+            )
+            for mode, item in stream:
+                if mode == "custom":
+                    yield Progress.model_validate(item)
+                else:
+                    yield Progress(step=next(iter(item)), line="done")
+            unproven = graph.get_state(config).values.get("unproven") or []
+        alignment = Alignment() if unproven else run.load("alignment", Alignment)
+        ledger = None if unproven else run.load("ledger", Ledger)
+    except InputError:
+        _forget(run)
+        raise
+    _forget(run)
+    yield Outcome(package=run.target, ledger=ledger, alignment=alignment, unproven=unproven)
+
+
+def _forget(run: Run) -> None:
+    shutil.rmtree(run.state, ignore_errors=True)
+    for folder in (run.state.parent, run.target.parent):
+        if folder.is_dir() and not any(folder.iterdir()):
+            folder.rmdir()
+
+
+def read_lock(folder: Path) -> dict[str, Any]:
+    """The lock of a package. Raises InputError if there is none."""
+    file = folder / "onboard.lock"
+    if not file.is_file():
+        raise InputError(str(folder), found="no onboard.lock", expected="a package that onboard wrote")
+    try:
+        return json.loads(file.read_text())
+    except ValueError as error:
+        raise InputError(str(file), found=str(error), expected="JSON") from None

@@ -1,0 +1,49 @@
+"""L0: every tensor of the checkpoint has a fate, and going in and out through the rules changes no bit of it."""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from dayzero.onboard.checkpoint import Checkpoint
+from dayzero.onboard.classify import Ledger
+from dayzero.runtime.safetensors_reader import SafetensorsReader, torch_dtype
+from dayzero.runtime.spec import ModelSpec
+from dayzero.runtime.weights import bind
+
+from .ladder import THRESHOLDS, Rung, judge
+
+
+def coverage_rung(
+    checkpoint: Checkpoint, ledger: Ledger, spec: ModelSpec, tell: Callable[[int, int], None] = lambda done, total: None
+) -> Rung:
+    """Reads each parameter from the files as training would, in float32 or its own wider dtype, writes it back under
+    the source's names, shapes and dtypes, and compares the bits. tell(done, total): tensors compared so far."""
+    errors: dict[str, float] = {f"{name} has no fate": float("inf") for name in ledger.unaccounted}
+    shapes = {name: header.shape for name, header in checkpoint.headers.items()}
+    files = {name: header.file for name, header in checkpoint.headers.items()}
+    reader, again = SafetensorsReader(checkpoint.path, files), SafetensorsReader(checkpoint.path, files)
+    bound = bind([rule.build() for rule in spec.rules])
+    total = sum(len(rule.names()) for rule in bound.values())
+    seen: set[str] = set()
+    different = 0
+    for rule in bound.values():
+        value = rule.read(reader, shapes)
+        value = value.to(torch.promote_types(value.dtype, torch.float32))
+        for name, region, part in rule.write(value, shapes):
+            seen.add(name)
+            exported = part.to(torch_dtype(checkpoint.headers[name].dtype))
+            if not _same_bits(exported, again.read(name, region)):
+                errors[f"{name} comes back changed"] = float("inf")
+                different += 1
+        tell(len(seen), total)
+    mapped = {name for group in ledger.groups if group.fate == "mapped" for name in [group.pattern]}
+    errors[f"{len(seen)} tensors in {len(mapped)} patterns, in and out"] = float(different)
+    return judge(errors, THRESHOLDS["L0"])
+
+
+def _same_bits(a: Tensor, b: Tensor) -> bool:
+    if a.shape != b.shape or a.dtype != b.dtype:
+        return False
+    bits = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[a.element_size()]
+    return torch.equal(a.contiguous().view(bits), b.contiguous().view(bits))

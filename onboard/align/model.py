@@ -1,0 +1,168 @@
+"""L2: the generated model against the reference: logits, loss and every parameter gradient.
+
+What is compared is code as it was generated: model.py and weights.py of the shrunk specification, written by the same
+templates as the real ones, loaded and run. The reference's weights reach it through the rules, from the tensors that
+transformers writes to disk. Documents of unequal length are packed for ours and run one by one in the reference.
+"""
+
+import contextlib
+import math
+import os
+import tempfile
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from dayzero.onboard.checkpoint import Checkpoint
+from dayzero.onboard.prove import relative_error
+from dayzero.onboard.reference import ForceTopK, Promote, build, load_config, model_class, on_disk, quiet, redraw
+from dayzero.onboard.shrink import SEQUENCE
+from dayzero.runtime.package import Package
+from dayzero.runtime.safetensors_reader import SafetensorsReader, TensorsReader
+from dayzero.runtime.weights import bind
+
+from .ladder import THRESHOLDS, Rung, judge
+
+LENGTHS = (SEQUENCE, 17, 1, 9)  # of the packed documents; one has a single token
+REAL_LENGTHS = (48, 31)
+REAL_BYTES = 6 * 2**30  # both models in float32 must fit in this for the comparison on the real weights
+
+
+def model_rung(
+    package: Callable[[Path], Package],
+    config: Mapping[str, Any],
+    tell: Callable[[str], None] = lambda line: None,
+) -> Rung:
+    """package(folder): renders the shrunk package into `folder` and loads it. config: the shrunk config."""
+    errors: dict[str, float] = {}
+    with tempfile.TemporaryDirectory() as folder:
+        generated = package(Path(folder))
+        for dtype in (torch.float64, torch.float32):
+            tell(f"comparing the whole model in {dtype}")
+            errors |= _compare(generated, config, dtype)
+    double = {name: error for name, error in errors.items() if name.startswith("float64")}
+    single = {name: error for name, error in errors.items() if name.startswith("float32")}
+    rung, loose = judge(double, THRESHOLDS["L2"]), judge(single, THRESHOLDS["L2 float32"])
+    details = rung.details + loose.details
+    return (rung if loose.verdict == "PASS" else loose).model_copy(update={"details": details})
+
+
+def _compare(generated: Package, config: Mapping[str, Any], dtype: torch.dtype) -> dict[str, float]:
+    reference, _ = build(config)
+    generator = torch.Generator().manual_seed(7)
+    redraw(reference, generator)
+    stored = on_disk(reference)
+    rules = bind(generated.rules)
+    shapes = {name: tuple(tensor.shape) for name, tensor in stored.items()}
+    ours = generated.build()
+    ours.load_state_dict({name: rule.read(TensorsReader(stored), shapes) for name, rule in rules.items()}, strict=True)
+    ours, reference = ours.to(dtype), reference.to(dtype)
+    documents = [torch.randint(3, reference.config.vocab_size, (n,), generator=generator) for n in LENGTHS]
+    tokens = sum(LENGTHS)
+    routed = [module for module in ours.modules() if hasattr(module, "top_k")]
+    choices = [_choose(tokens, module.experts, module.top_k, generator) for module in routed]  # type: ignore[attr-defined]
+    errors = {}
+    for routing in ("natural", "forced") if choices else ("natural",):
+        forced = choices if routing == "forced" else None
+        theirs = _reference_pass(reference, documents, forced, dtype)
+        got = _our_pass(ours, documents, forced)
+        label = f"{str(dtype).removeprefix('torch.')}, {routing} routing"
+        errors[f"{label}: logits"] = relative_error(got["logits"], theirs["logits"])
+        errors[f"{label}: loss"] = relative_error(got["loss"], theirs["loss"])
+        wanted = on_disk(reference, theirs["gradients"])
+        floor = 1e-6 * max(float(torch.linalg.vector_norm(grad)) for grad in wanted.values())
+        for name, rule in rules.items():
+            grad = rule.read(TensorsReader(wanted), shapes)
+            errors[f"{label}: gradient of {name}"] = relative_error(got["gradients"][name], grad.to(dtype), floor)
+    return errors
+
+
+def _choose(tokens: int, experts: int, top_k: int, generator: torch.Generator) -> Tensor:
+    """Distinct random experts for each token, [tokens, top_k]; the last expert is never chosen."""
+    scores = torch.rand(tokens, experts - 1 if experts > top_k else experts, generator=generator)
+    return scores.topk(top_k, dim=-1).indices
+
+
+def _loss(logits: Tensor, documents: list[Tensor]) -> Tensor:
+    """Mean cross entropy of the next token over all documents. logits: [T, V], documents end to end."""
+    labels = torch.cat([torch.cat((document[1:], torch.tensor([-100]))) for document in documents])
+    return F.cross_entropy(logits, labels, ignore_index=-100)
+
+
+def _reference_pass(
+    model: nn.Module, documents: list[Tensor], forced: list[Tensor] | None, dtype: torch.dtype
+) -> dict[str, Any]:
+    parts, start = [], 0
+    for document in documents:
+        mine = [choice[start : start + len(document)] for choice in forced or []]
+        force = ForceTopK(mine) if forced is not None else None
+        kwargs = {"input_ids": document[None], "use_cache": False}
+        with Promote() if dtype == torch.float64 else contextlib.nullcontext(), force or contextlib.nullcontext():
+            parts.append(model(**kwargs).logits[0])
+        if force is not None and force.calls != len(mine):
+            raise RuntimeError(f"the reference selected {force.calls} times, ours does {len(mine)} times")
+        start += len(document)
+    logits = torch.cat(parts)
+    loss = _loss(logits, documents)
+    names = dict(model.named_parameters())
+    grads = torch.autograd.grad(loss, list(names.values()), allow_unused=True, materialize_grads=True)
+    gradients = dict(zip(names, grads, strict=True))
+    return {"logits": logits.detach(), "loss": loss.detach(), "gradients": gradients}
+
+
+def _our_pass(model: nn.Module, documents: list[Tensor], forced: list[Tensor] | None) -> dict[str, Any]:
+    bounds = torch.tensor([0, *torch.tensor([len(d) for d in documents]).cumsum(0).tolist()])
+    with sdpa_kernel(SDPBackend.MATH), ForceTopK(forced) if forced is not None else contextlib.nullcontext():
+        logits = model(torch.cat(documents), bounds)
+    loss = _loss(logits, documents)
+    names = dict(model.named_parameters())
+    grads = torch.autograd.grad(loss, list(names.values()), allow_unused=True, materialize_grads=True)
+    return {"logits": logits.detach(), "loss": loss.detach(), "gradients": dict(zip(names, grads, strict=True))}
+
+
+@contextlib.contextmanager
+def all_cores() -> Iterator[None]:
+    """As many threads as there are cores, for products that are large."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(len(os.sched_getaffinity(0)))
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+@all_cores()
+def real_weights_error(package: Package, checkpoint: Checkpoint) -> float | None:
+    """Relative error of the logits on the real weights, float32, natural routing; None for a checkpoint too large to
+    hold twice."""
+    parameters = sum(math.prod(header.shape) for header in checkpoint.headers.values())
+    if 8 * parameters > REAL_BYTES:
+        return None
+    generator = torch.Generator().manual_seed(11)
+    vocabulary = package.spec.vocabulary
+    documents = [torch.randint(0, vocabulary, (n,), generator=generator) for n in REAL_LENGTHS]
+    config = load_config(checkpoint.config)
+    with quiet(), torch.no_grad():
+        cls = model_class(config, list(checkpoint.config["architectures"]))
+        reference = cls.from_pretrained(  # type: ignore[attr-defined]
+            checkpoint.path, config=config, dtype=torch.float32, attn_implementation="eager", trust_remote_code=False
+        )
+        theirs = torch.cat([reference(input_ids=document[None], use_cache=False).logits[0] for document in documents])
+        del reference
+    shapes = {name: header.shape for name, header in checkpoint.headers.items()}
+    reader = SafetensorsReader(checkpoint.path, {name: header.file for name, header in checkpoint.headers.items()})
+    with torch.device("meta"):
+        ours = package.build()
+    ours.to_empty(device="cpu")
+    parameters_by_name = dict(ours.named_parameters())
+    with torch.no_grad():
+        for name, rule in bind(package.rules).items():
+            parameters_by_name[name].copy_(rule.read(reader, shapes))
+        bounds = torch.tensor([0, *torch.tensor(REAL_LENGTHS).cumsum(0).tolist()])
+        logits = ours(torch.cat(documents), bounds)
+    return relative_error(logits, theirs)

@@ -1,0 +1,339 @@
+"""The command `onboard`: run, inspect, plan, generate, align, check, report."""
+
+import json
+import re
+import sys
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+import typer
+from rich.console import Console
+from rich.table import Table
+from typer.core import TyperGroup
+
+from dayzero.runtime.errors import InputError
+
+
+class _RunByDefault(TyperGroup):
+    """`onboard PATH` is `onboard run PATH`."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        first = next((arg for arg in args if not arg.startswith("-")), None)
+        if first is not None and first not in self.commands and not {"--help", "-h"} & set(args[: args.index(first)]):
+            args = ["run", *args]
+        return super().parse_args(ctx, args)
+
+
+app = typer.Typer(
+    name="onboard",
+    cls=_RunByDefault,
+    help="Read a checkpoint, prove an adapter for it, and write generated/NAME. `onboard PATH` is `onboard run PATH`.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+
+CheckpointFolder = Annotated[Path, typer.Argument(help="Folder with config.json and safetensors", metavar="CHECKPOINT")]
+PackageFolder = Annotated[Path, typer.Argument(help="generated/NAME, which onboard wrote", metavar="PACKAGE")]
+Out = Annotated[Path, typer.Option("-o", "--out", help="Folder for packages", metavar="DIR")]
+Name = Annotated[str | None, typer.Option("--name", help="Name of the package; the checkpoint folder's if left out")]
+Json = Annotated[bool, typer.Option("--json", help="One JSON object as the last line of the output")]
+Devices = Annotated[int, typer.Option("--devices", min=1, help="Devices that the plan is for")]
+Hbm = Annotated[float, typer.Option("--hbm", min=1, help="Memory of one device, GiB")]
+
+
+class Verdict(Exception):
+    """The tool did its work and the verdict is bad: exit code 1."""
+
+
+def package_name(checkpoint: Path, name: str | None) -> str:
+    """The name given, or one made of the folder's: lower case, words joined by `_`. Raises InputError for a bad one."""
+    if name is None:
+        name = re.sub(r"[^a-z0-9]+", "_", checkpoint.resolve().name.lower()).strip("_") or "model"
+        return name if name[0].isalpha() else f"model_{name}"
+    if not re.fullmatch(r"[A-Za-z][A-Za-z0-9_]*", name):
+        raise InputError("--name", found=repr(name), expected="letters, digits and _, starting with a letter")
+    return name
+
+
+@app.command()
+def run(
+    checkpoint: CheckpointFolder,
+    out: Out = Path("generated"),
+    name: Name = None,
+    devices: Devices = 8,
+    hbm: Hbm = 64.0,
+    as_json: Json = False,
+) -> None:
+    """The whole way: ledger, proofs, plan, alignment, package and report."""
+    _run("run", checkpoint, out, name, devices, hbm, as_json, align=True)
+
+
+@app.command()
+def generate(
+    checkpoint: CheckpointFolder,
+    out: Out = Path("generated"),
+    name: Name = None,
+    devices: Devices = 8,
+    hbm: Hbm = 64.0,
+    as_json: Json = False,
+) -> None:
+    """Proofs and package without the alignment ladder; `onboard align` climbs it later."""
+    _run("generate", checkpoint, out, name, devices, hbm, as_json, align=False)
+
+
+def _run(
+    command: str, checkpoint: Path, out: Path, name: str | None, devices: int, hbm: float, as_json: bool, align: bool
+) -> None:
+    from .agent import Outcome, Run, execute
+    from .install import refuse_foreign
+    from .progress import show
+
+    request = Run(checkpoint, out, package_name(checkpoint, name), devices, hbm, align)
+    refuse_foreign(request.target)
+    outcome = show(execute(request), Console(stderr=True))
+    assert isinstance(outcome, Outcome)
+    if outcome.unproven:
+        _print_unproven(outcome.unproven)
+        _last_line(as_json, {"command": command, "ok": False, "verdict": "UNPROVEN", "unproven": outcome.unproven})
+        raise Verdict
+    verdict = outcome.alignment.verdict if align else "UNVERIFIED"
+    ok = verdict in {"PASS", "WARN"} or not align
+    _print_alignment(outcome.alignment)
+    print(
+        f"{outcome.package}: {verdict}. Read {outcome.package / 'REPORT.md'} or open {outcome.package / 'report.html'}"
+    )
+    result = _alignment_json(outcome.alignment)
+    assert outcome.ledger is not None
+    summary = {"package": str(outcome.package), **outcome.ledger.summary()}
+    _last_line(as_json, {"command": command, "ok": ok, "verdict": verdict, **result, **summary})
+    if not ok:
+        raise Verdict
+
+
+@app.command()
+def inspect(checkpoint: CheckpointFolder, as_json: Json = False) -> None:
+    """What is in a checkpoint, from its headers alone: no tensor is read, no code is run."""
+    from .checkpoint import read_checkpoint
+    from .classify import classify
+    from .report import readable_bytes, readable_count
+
+    found = read_checkpoint(checkpoint)
+    ledger = classify(found)
+    if as_json:
+        good = not ledger.unaccounted and not ledger.unread_config
+        verdict = "PASS" if good else "UNVERIFIED"
+        _last_line(True, {"command": "inspect", "ok": good, "verdict": verdict, "package": None, **ledger.summary()})
+        return
+    console = Console()
+    console.print(
+        f"[bold]{found.architecture}[/]: {readable_count(ledger.parameters)} parameters, {ledger.tensors} tensors, "
+        f"{readable_bytes(ledger.bytes)}",
+        highlight=False,
+    )
+    layers = Table("layers", "mixer", "feed-forward", box=None, pad_edge=False)
+    for row in ledger.layers:
+        layers.add_row(row.layers, row.mixer, row.ffn)
+    console.print(layers)
+    if ledger.experts.count:
+        console.print(f"experts: {ledger.experts.count}, {ledger.experts.top_k} a token", highlight=False)
+    tensors = Table("tensors", "count", "shape", "dtype", "role", box=None, pad_edge=False)
+    for group in ledger.groups:
+        tensors.add_row(group.pattern, str(group.count), " x ".join(map(str, group.shape)), group.dtype, group.role)
+    console.print(tensors)
+    for tensor in ledger.unaccounted[:10]:
+        console.print(f"role unknown: {tensor}", highlight=False, markup=False)
+    for field in ledger.unread_config:
+        console.print(
+            f"config field unknown by name: {field} (a run asks the reference)", highlight=False, markup=False
+        )
+
+
+@app.command()
+def plan(
+    source: Annotated[Path, typer.Argument(help="A checkpoint, or a package", metavar="CHECKPOINT|PACKAGE")],
+    devices: Devices = 8,
+    hbm: Hbm = 64.0,
+    mode: Annotated[str, typer.Option("--mode", help="lora or full")] = "lora",
+    tokens: Annotated[int, typer.Option("--tokens", min=1, help="Tokens of one device's batch")] = 4096,
+    as_json: Json = False,
+) -> None:
+    """Mesh, memory and communication on a cluster of this size."""
+    from dayzero.runtime.plan import make_plan
+
+    if mode not in {"lora", "full"}:
+        raise InputError("--mode", found=mode, expected="lora or full")
+    made = make_plan(
+        _spec_of(source),
+        devices=devices,
+        hbm_gib=hbm,
+        mode="lora" if mode == "lora" else "full",
+        tokens_per_device=tokens,
+    )
+    if as_json:
+        _last_line(
+            True,
+            {
+                "command": "plan",
+                "ok": made.fits,
+                "verdict": "PASS" if made.fits else "FAIL",
+                **made.model_dump(mode="json"),
+            },
+        )
+    else:
+        made.render(Console())
+    if not made.fits:
+        raise Verdict
+
+
+def _spec_of(source: Path) -> Any:
+    """The specification of a package, or of a checkpoint, proven now."""
+    from .agent import specify_checkpoint
+    from .checkpoint import read_checkpoint
+    from .composition import NotProven
+
+    if (source / "spec.json").is_file():
+        from dayzero.runtime.package import load_package
+
+        return load_package(source).spec
+    try:
+        return specify_checkpoint(read_checkpoint(source), package_name(source, None), {}, lambda line: None)[0].spec
+    except NotProven as error:
+        _print_unproven([vars(item) for item in error.unproven])
+        raise Verdict from None
+
+
+@app.command()
+def align(
+    package: PackageFolder,
+    checkpoint: Annotated[Path | None, typer.Option("--checkpoint", help="Where the checkpoint is now")] = None,
+    explain: Annotated[str | None, typer.Option("--explain", help="Show the candidates tried for a module")] = None,
+    as_json: Json = False,
+) -> None:
+    """Proves a package again from its checkpoint, climbs the ladder, and rewrites its reports."""
+    from .package import align_package
+
+    alignment, tried = align_package(
+        package, checkpoint, lambda line: Console(stderr=True).print(line, highlight=False)
+    )
+    if explain is not None:
+        _explain(tried, explain)
+    _print_alignment(alignment, details=True)
+    ok = alignment.verdict in {"PASS", "WARN"}
+    result = _alignment_json(alignment)
+    _last_line(as_json, {"command": "align", "ok": ok, "verdict": alignment.verdict, "package": str(package), **result})
+    if not ok:
+        raise Verdict
+
+
+def _explain(tried: list[Any], module: str) -> None:
+    chosen = [item for item in tried if module in item.module]
+    if not chosen:
+        raise InputError("--explain", found=module, expected="one of: " + ", ".join(item.module for item in tried))
+    for item in chosen:
+        print(f"{item.module}: {item.block} of {item.candidates} candidates, {item.error:.1e} ({item.where})")
+        for miss in item.misses:
+            print(f"  not {miss}")
+
+
+@app.command()
+def check(package: PackageFolder, as_json: Json = False) -> None:
+    """Regenerates a package into a temporary folder and compares byte for byte."""
+    from .package import check_package
+
+    differences = check_package(package)
+    for line in differences:
+        print(line)
+    if not differences:
+        print(f"{package}: as generated")
+    verdict = "FAIL" if differences else "PASS"
+    result = {"command": "check", "ok": not differences, "verdict": verdict, "package": str(package)}
+    _last_line(as_json, {**result, "differences": differences})
+    if differences:
+        raise Verdict
+
+
+@app.command()
+def report(package: PackageFolder, as_json: Json = False) -> None:
+    """Prints a package's report, and where the HTML one is."""
+    from .agent import read_lock
+
+    lock = read_lock(package)
+    text = (package / "REPORT.md").read_text() if (package / "REPORT.md").is_file() else ""
+    if not text:
+        raise InputError(
+            str(package / "REPORT.md"), found="no such file", expected="a report", hint="Run onboard again."
+        )
+    if as_json:
+        from .align import Alignment
+
+        alignment = Alignment.model_validate(lock["alignment"])
+        result = {"command": "report", "ok": True, "verdict": alignment.verdict, "package": str(package)}
+        _last_line(True, {**result, **_alignment_json(alignment)})
+        return
+    from rich.markdown import Markdown
+
+    console = Console()
+    console.print(Markdown(text) if console.is_terminal else text, markup=False)
+    console.print(f"open {package / 'report.html'}", highlight=False)
+
+
+def _print_alignment(alignment: Any, details: bool = False) -> None:
+    table = Table("rung", "verdict", "worst", "threshold", "where", box=None, pad_edge=False)
+    for name, rung in alignment.rungs.items():
+        table.add_row(name, rung.verdict, f"{rung.worst:.1e}", f"{rung.threshold:.0e}", rung.where)
+    if alignment.rungs:
+        Console().print(table)
+    if details:
+        for rung in alignment.rungs.values():
+            if rung.verdict != "PASS":
+                for line in rung.details:
+                    print(f"  {line}")
+
+
+def _alignment_json(alignment: Any) -> dict[str, Any]:
+    rungs = {
+        name: {"verdict": r.verdict, "worst": r.worst, "threshold": r.threshold, "where": r.where}
+        for name, r in alignment.rungs.items()
+    }
+    return {"rungs": rungs, "blocks": alignment.blocks}
+
+
+def _print_unproven(unproven: list[dict[str, Any]]) -> None:
+    print(f"not onboarded: {len(unproven)} things are unproven. Nothing was written.")
+    for item in unproven:
+        print(f"  {item['where']}: {item['why']}")
+        for line in item["tried"]:
+            print(f"      tried {line}")
+
+
+def _last_line(as_json: bool, value: dict[str, Any]) -> None:
+    if as_json:
+        print(json.dumps(value, allow_nan=False, default=str))
+
+
+def main() -> None:
+    """Entry point. Exit codes: 0 good, 1 the verdict is bad, 2 bad input or usage, 130 interrupted."""
+    # Proofs run thousands of tiny products: more threads only wait for one another, and one gives the same bits
+    # everywhere. What is large asks for the others itself.
+    torch.set_num_threads(1)
+    as_json = "--json" in sys.argv
+    try:
+        app()
+    except InputError as error:
+        _end(str(error), 2, as_json)
+    except Verdict:
+        sys.exit(1)
+    except KeyboardInterrupt:
+        _end("interrupted; the same command goes on where this one stopped", 130, as_json)
+    except ModuleNotFoundError as error:
+        hint = f"needs {error.name}: pip install 'dayzero[onboard]'"
+        _end(hint, 2, as_json)
+
+
+def _end(text: str, code: int, as_json: bool) -> None:
+    print(text if code == 130 else f"error: {text}", file=sys.stderr)
+    if as_json:
+        print(json.dumps({"command": sys.argv[1], "ok": False, "verdict": "ERROR", "package": None, "error": text}))
+    sys.exit(code)

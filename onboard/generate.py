@@ -1,0 +1,223 @@
+"""Renders a package: model.py, weights.py, operators/, tests/, plan, settings, reports. A pure function of its inputs.
+
+Values that came from a checkpoint reach Python files as literals only, never as code.
+"""
+
+import hashlib
+import importlib.metadata
+import inspect
+import json
+import re
+import subprocess
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import jinja2
+import yaml
+
+import dayzero.templates
+from dayzero.runtime import nn
+from dayzero.runtime.config import TrainConfig, render_yaml
+from dayzero.runtime.plan import Plan
+from dayzero.runtime.spec import BlockSpec, ModelSpec, SourceSpec
+
+from .align import Alignment
+from .classify import Ledger
+from .operators import OperatorCalls, operator_calls
+from .report import Findings, render_html, render_markdown
+from .tensor_names import ranges
+
+VERSION = importlib.metadata.version("dayzero")
+LOCK = "onboard.lock"
+
+
+class Unsafe(Exception):
+    """A value that would reach generated code as something else than a literal or a plain word."""
+
+
+def _word(value: str) -> str:
+    if not re.fullmatch(r"[A-Za-z0-9_.{}\-]*", value):
+        raise Unsafe(f"{value!r} is not a plain word")
+    return value
+
+
+def _lit(value: Any) -> str:
+    """A Python literal of plain data."""
+    if isinstance(value, dict):
+        return "{" + ", ".join(f"{_lit(key)}: {_lit(held)}" for key, held in value.items()) + "}"
+    if isinstance(value, (list, tuple)):
+        return "[" + ", ".join(map(_lit, value)) + "]"
+    if value is None or isinstance(value, (bool, int, float, str)):
+        return repr(value)
+    raise Unsafe(f"{value!r} is not plain data")
+
+
+@cache
+def environment() -> jinja2.Environment:
+    """Templates with strict names: a misspelt variable is an error, not an empty string."""
+    loader = jinja2.FileSystemLoader(Path(dayzero.templates.__path__[0]))
+    env = jinja2.Environment(
+        loader=loader,
+        undefined=jinja2.StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        keep_trailing_newline=True,
+    )
+    env.filters |= {"word": _word, "lit": _lit}
+    return env
+
+
+def format_python(text: str) -> str:
+    """The text as the pinned ruff formats it, whatever settings surround the package. Import order included."""
+    from ruff import find_ruff_bin
+
+    where = ["--isolated", "--line-length", "120", "--stdin-filename", "generated.py", "-"]
+    sort = [find_ruff_bin(), "check", "--select", "I", "--fix", "--quiet", *where]
+    form = [find_ruff_bin(), "format", *where]
+    for command in (form, sort, form):
+        text = subprocess.run(command, input=text, capture_output=True, text=True, check=True).stdout
+    return text
+
+
+def call(block: BlockSpec) -> str:
+    """The constructor call of a block, arguments that have their default value left out."""
+    signature = inspect.signature(nn.BLOCKS[block.block].__init__)
+    defaults = {name: parameter.default for name, parameter in signature.parameters.items()}
+    given = [
+        f"{name}={_lit(value)}" for name, value in block.arguments.items() if value != defaults.get(name, object())
+    ]
+    return f"{_word(block.block)}({', '.join(given)})"
+
+
+def proof_line(block: BlockSpec) -> str:
+    """The comment over a block: which module it stands for and how well."""
+    proof = block.proof
+    if proof is None or proof.error is None:
+        return "# UNVERIFIED"
+    return f"# {_word(proof.module)}: {_word(proof.status)}, differs by less than {proof.error:.0e}"
+
+
+def source_text(source: SourceSpec) -> str:
+    """A weight expression as Python."""
+    parts = [source_text(part) for part in source.parts]
+    match source.op:
+        case "stored":
+            return f"Stored({_lit(source.name)})"
+        case "stack":
+            return f"Stack({_lit(source.over)}, {_lit(source.count)}, {parts[0]})"
+        case "concat":
+            return f"Concat({_lit(source.dim)}, ({', '.join(parts)},))"
+        case "transpose":
+            return f"Transpose({parts[0]})"
+
+
+def model_py(spec: ModelSpec) -> str:
+    """model.py of the specification."""
+    functions = _kind_functions(spec)
+    layers_of: dict[int, list[int]] = {}
+    for run in spec.layers:
+        layers_of.setdefault(run.kind, []).extend(range(run.first, run.first + run.count))
+    kinds = []
+    for number, kind in enumerate(spec.layer_kinds):
+        parts = [(role, getattr(kind, role)) for role in ("mixer_norm", "mixer", "ffn_norm", "ffn")]
+        kinds.append({"function": functions[number], "layers": ranges(layers_of[number]), "parts": parts})
+    blocks = {"CausalLM", "DecoderLayer", spec.norm.block}
+    blocks |= {block.block for kind in kinds for _, block in kind["parts"]}
+    if spec.rotary is not None:
+        blocks.add(spec.rotary.block)
+    text = (
+        environment()
+        .get_template("model.py.j2")
+        .render(
+            spec=spec,
+            version=VERSION,
+            kinds=kinds,
+            blocks=sorted(blocks),
+            runs=[{"function": functions[run.kind], "count": run.count} for run in spec.layers],
+            call=call,
+            proof_line=proof_line,
+        )
+    )
+    return format_python(text)
+
+
+def _kind_functions(spec: ModelSpec) -> list[str]:
+    """A function name for every kind of layer, by its feed-forward part; numbered where two are alike."""
+    words = ["routed_layer" if kind.ffn.block == "MixtureOfExperts" else "dense_layer" for kind in spec.layer_kinds]
+    return [f"{word}_{words[:i].count(word) + 1}" if words.count(word) > 1 else word for i, word in enumerate(words)]
+
+
+def weights_py(spec: ModelSpec) -> str:
+    """weights.py of the specification."""
+    rules = [
+        {"parameter": rule.parameter, "source": source_text(rule.source), "ranges": rule.ranges} for rule in spec.rules
+    ]
+    used = {op.capitalize() for rule in spec.rules for op in _operations(rule.source)}
+    text = (
+        environment()
+        .get_template("weights.py.j2")
+        .render(spec=spec, version=VERSION, rules=rules, names=sorted({"Rule", *used}))
+    )
+    return format_python(text)
+
+
+def _operations(source: SourceSpec) -> set[str]:
+    return {source.op}.union(*(_operations(part) for part in source.parts))
+
+
+def _operator_files(operators: list[OperatorCalls]) -> dict[str, str]:
+    files = {"operators/__init__.py": environment().get_template("operators/__init__.py.j2").render(version=VERSION)}
+    template = environment().get_template("operators/operator.py.j2")
+    for operator in operators:
+        files[f"operators/{operator.name}.py"] = format_python(template.render(operator=operator, version=VERSION))
+    return files
+
+
+def canonical_json(value: Any) -> str:
+    """JSON in the order of the fields, one space of indent and a final newline."""
+    return json.dumps(value, indent=1, ensure_ascii=False) + "\n"
+
+
+def render_package(
+    spec: ModelSpec, ledger: Ledger, plan: Plan, train: TrainConfig, findings: Findings, alignment: Alignment
+) -> dict[str, str]:
+    """File name -> content of the whole package, the lock included."""
+    operators = operator_calls(spec)
+    package_test = environment().get_template("tests/test_package.py.j2")
+    files = {
+        "model.py": model_py(spec),
+        "weights.py": weights_py(spec),
+        "plan.yaml": yaml.safe_dump(plan.model_dump(mode="json"), sort_keys=False, width=120),
+        "train.yaml": render_yaml(train),
+        "spec.json": canonical_json(spec.model_dump(mode="json")),
+        "ledger.json": canonical_json(ledger.model_dump(mode="json")),
+        **_operator_files(operators),
+        "tests/test_package.py": format_python(
+            package_test.render(spec=spec, version=VERSION, operators=operators, parameters=ledger.mapped_parameters())
+        ),
+        "REPORT.md": render_markdown(spec, ledger, plan, findings, alignment),
+        "report.html": render_html(spec, ledger, plan, findings, alignment),
+    }
+    lock = {
+        "version": VERSION,
+        "templates_sha256": templates_sha256(),
+        "checkpoint": spec.checkpoint.model_dump(mode="json"),
+        "findings": findings.model_dump(mode="json"),
+        "alignment": alignment.model_dump(mode="json"),
+        "files": {name: _sha256(text) for name, text in sorted(files.items())},
+    }
+    return {**files, LOCK: canonical_json(lock)}
+
+
+def templates_sha256() -> str:
+    """Digest of every template, by name and content."""
+    folder = Path(dayzero.templates.__path__[0])
+    digest = hashlib.sha256()
+    for file in sorted(folder.rglob("*.j2")):
+        digest.update(f"{file.relative_to(folder)}\0".encode() + file.read_bytes())
+    return digest.hexdigest()
+
+
+def _sha256(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()

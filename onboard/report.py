@@ -1,0 +1,200 @@
+"""REPORT.md and report.html: what a person reads before they trust a package."""
+
+from collections import Counter
+from collections.abc import Iterable
+from functools import cache
+from html import escape
+from pathlib import Path
+from typing import Any
+
+import jinja2
+from pydantic import Field
+
+import dayzero.templates
+from dayzero.runtime.plan import Plan
+from dayzero.runtime.spec import BlockSpec, ModelSpec, Record
+
+from .align import Alignment
+from .align.ladder import TITLES
+from .classify import Ledger
+from .interventions import Intervention
+from .tensor_names import ranges
+
+_EFFECTS = {
+    "none": "same logits",
+    "follows": "our model follows, by the same evidence",
+    "other block": "another block is selected, and proven",
+    "unexplained": "**not explained**: only the present value is proven",
+    "refused": "the reference refuses the value",
+}
+_COLOURS = ("blue", "teal", "amber", "violet", "green", "red", "soft")
+
+
+class Findings(Record):
+    """What onboarding learnt beside the specification. ignored_config: field -> reason, from decisions.yaml."""
+
+    interventions: list[Intervention] = Field(default_factory=list)
+    ignored_config: dict[str, str] = Field(default_factory=dict)
+
+
+def readable_bytes(count: float) -> str:
+    """`1.5 GB`, decimal."""
+    for unit in ("B", "kB", "MB", "GB", "TB"):
+        if abs(count) < 1000 or unit == "TB":
+            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.3g} {unit}"
+        count /= 1000
+    raise AssertionError
+
+
+def readable_count(count: float) -> str:
+    """`2.78 T`, `373 M`."""
+    for unit in ("", " k", " M", " B", " T"):
+        if abs(count) < 1000 or unit == " T":
+            return f"{count:.3g}{unit}"
+        count /= 1000
+    raise AssertionError
+
+
+def _error(value: float) -> str:
+    return "0" if value == 0 else f"{value:.0e}".replace("e-0", "e-")
+
+
+def _text(value: Any) -> str:
+    """Checkpoint text inside a Markdown table: no pipes, no line breaks, no markup."""
+    return escape(str(value), quote=False).replace("|", "\\|").replace("\n", " ").replace("`", "'")
+
+
+@cache
+def _environment(html: bool) -> jinja2.Environment:
+    loader = jinja2.FileSystemLoader(Path(dayzero.templates.__path__[0]) / "report")
+    environment = jinja2.Environment(
+        loader=loader, autoescape=html, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True
+    )
+    environment.filters |= {"bytes": readable_bytes, "big": readable_count, "error": _error, "text": _text}
+    return environment
+
+
+def render_markdown(spec: ModelSpec, ledger: Ledger, plan: Plan, findings: Findings, alignment: Alignment) -> str:
+    """REPORT.md."""
+    template = _environment(html=False).get_template("REPORT.md.j2")
+    return template.render(_content(spec, ledger, plan, findings, alignment)).rstrip() + "\n"
+
+
+def render_html(spec: ModelSpec, ledger: Ledger, plan: Plan, findings: Findings, alignment: Alignment) -> str:
+    """report.html, one file without references to others."""
+    content = _content(spec, ledger, plan, findings, alignment)
+    content["effects"] = {name: text.replace("**", "") for name, text in _EFFECTS.items()}
+    return _environment(html=True).get_template("report.html.j2").render(content).rstrip() + "\n"
+
+
+def _content(spec: ModelSpec, ledger: Ledger, plan: Plan, findings: Findings, alignment: Alignment) -> dict[str, Any]:
+    from .generate import VERSION, call
+
+    blocks = [
+        {
+            "module": block.proof.module if block.proof else block.block,
+            "block": block.block,
+            "call": call(block),
+            "error": block.proof.error if block.proof and block.proof.error is not None else float("inf"),
+            "evidence": block.proof.evidence if block.proof else [],
+        }
+        for block in _blocks(spec)
+    ]
+    budget = _budget(ledger)
+    total = sum(part["parameters"] for part in budget)
+    routed = sum(part["parameters"] for part in budget if part["role"] == "expert")
+    return {
+        "spec": spec,
+        "version": VERSION,
+        "ledger": ledger,
+        "plan": plan,
+        "plan_line": _plan_line(plan),
+        "findings": findings,
+        "alignment": alignment.bounded(),
+        "titles": TITLES,
+        "effects": _EFFECTS,
+        "parameters": total,
+        "experts": ledger.experts,
+        "expert_share": f"{100 * routed / total:.1f} %" if total else "0 %",
+        "layer_rows": _layer_rows(spec),
+        "blocks": blocks,
+        "budget": budget,
+        **_strip(spec),
+    }
+
+
+def _plan_line(plan: Plan) -> str:
+    mesh, memory = plan.mesh, "" if plan.hbm_bytes is None else f" with {plan.hbm_bytes / 2**30:.0f} GiB each"
+    fits = "fits" if plan.fits else "does NOT fit"
+    adapters = f"LoRA rank {plan.lora_rank}" if plan.mode == "lora" else "all parameters"
+    return (
+        f"For {plan.devices} devices{memory}: {adapters}, {plan.precision}, {plan.tokens_per_device} tokens a device; "
+        f"dense {mesh.dp_replicate} x {mesh.dp_shard}, experts {mesh.efsdp} x {mesh.ep}; "
+        f"recompute {'on' if plan.recompute else 'off'}; needs {readable_bytes(plan.total_bytes)} a device and {fits}."
+    )
+
+
+def _blocks(spec: ModelSpec) -> Iterable[BlockSpec]:
+    seen = []
+    candidates = [b for k in spec.layer_kinds for b in (k.mixer_norm, k.mixer, k.ffn_norm, k.ffn)]
+    for block in [*candidates, spec.norm, *([spec.rotary] if spec.rotary else [])]:
+        if block not in seen:
+            seen.append(block)
+            yield block
+
+
+def _layer_rows(spec: ModelSpec) -> list[dict[str, str]]:
+    layers: dict[int, list[int]] = {}
+    for run in spec.layers:
+        layers.setdefault(run.kind, []).extend(range(run.first, run.first + run.count))
+    return [
+        {
+            "layers": ranges(numbers),
+            "mixer": spec.layer_kinds[kind].mixer.block,
+            "ffn": spec.layer_kinds[kind].ffn.block,
+        }
+        for kind, numbers in layers.items()
+    ]
+
+
+def _budget(ledger: Ledger) -> list[dict[str, Any]]:
+    """Parameters by role, largest first; small roles together."""
+    counts: Counter[str] = Counter()
+    for group in ledger.groups:
+        role = "attention" if group.role in {"query", "key", "value", "attention output"} else group.role
+        role = "norms" if "norm" in role else role
+        counts[role] += group.elements
+    total = sum(counts.values()) or 1
+    parts, x = [], 0.0
+    for number, (role, count) in enumerate(counts.most_common()):
+        width = 960 * count / total
+        share = f"{100 * count / total:.1f} %" if count / total >= 0.0005 else "< 0.1 %"
+        colour = _COLOURS[min(number, len(_COLOURS) - 1)]
+        parts.append(
+            {"role": role, "parameters": count, "share": share, "colour": colour, "x": f"{x:.1f}", "w": f"{width:.1f}"}
+        )
+        x += width
+    return parts
+
+
+def _strip(spec: ModelSpec) -> dict[str, Any]:
+    """One cell a layer: mixer above, feed-forward below."""
+    kinds = spec.kinds_in_order()
+    names: list[str] = []
+    for kind in kinds:
+        for block in (kind.mixer.block, kind.ffn.block):
+            if block not in names:
+                names.append(block)
+    colours = {name: _COLOURS[number % len(_COLOURS)] for number, name in enumerate(names)}
+    step = 960 / len(kinds)
+    cells = [
+        {
+            "x": f"{index * step:.2f}",
+            "w": f"{max(step - min(2.0, step / 4), 0.5):.2f}",
+            "mixer_colour": colours[kind.mixer.block],
+            "ffn_colour": colours[kind.ffn.block],
+            "title": f"layer {index}: {kind.mixer.block}, {kind.ffn.block}",
+        }
+        for index, kind in enumerate(kinds)
+    ]
+    return {"strip": cells, "legend": list(colours.items())}
