@@ -11,13 +11,14 @@ from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
+from rich.console import Console
+from rich.table import Table
+from torch import Tensor
+
 from dayzero.kernels.grouped_gemm import grouped_gemm
 from dayzero.kernels.registry import choices
 from dayzero.kernels.rms_norm import rms_norm
 from dayzero.kernels.swiglu import swiglu
-from rich.console import Console
-from rich.table import Table
-from torch import Tensor
 
 EPS = 1e-6
 DTYPES = (torch.float32, torch.bfloat16)

@@ -5,9 +5,10 @@ On a CPU it gives the reference's bits, and forward with backward takes 0.75 to 
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
+
 from dayzero.kernels.grouped_gemm.autograd import Products, check_ends, differentiable, zero_tail
 from dayzero.kernels.registry import Backend
-from torch import Tensor
 
 _DTYPES = {"cpu": (torch.float32, torch.bfloat16), "cuda": (torch.bfloat16,)}  # float16 on a CPU is slower than a loop
 _ALIGNMENT = 16  # bytes, of every row of x, weight and their gradients

@@ -9,9 +9,10 @@ The counts stay on the device: a table made there tells each program which exper
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
+
 from dayzero.kernels.devices import programs
 from dayzero.kernels.grouped_gemm.autograd import Products, check_ends, differentiable
-from torch import Tensor
 
 TILE_N, TILE_T = 128, 64
 SMALLEST, LARGEST = 16, 128  # rows of a tile; the largest needs 8 warps to stay in registers

@@ -1,10 +1,11 @@
 """grouped_gemm by torch_npu's grouped products. They have no gradient of their own."""
 
 import torch
+from torch import Tensor
+
 from dayzero.kernels.devices import HALF, npu_supports
 from dayzero.kernels.grouped_gemm.autograd import Products, differentiable, zero_tail
 from dayzero.kernels.registry import Backend
-from torch import Tensor
 
 _ONE_TENSOR = 3  # split_item: one x and one output tensor
 _BY_ROWS = 0  # group_type of npu_grouped_matmul: groups are rows of x

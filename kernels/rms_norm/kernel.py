@@ -9,9 +9,10 @@ Rows are read in blocks of columns, once for the sum and once for the result, so
 import torch
 import triton
 import triton.language as tl
-from dayzero.kernels.devices import programs, rows
 from torch import Tensor
 from torch.autograd.function import once_differentiable
+
+from dayzero.kernels.devices import programs, rows
 
 BLOCK = 2048  # columns at a time
 TILE_ROWS, TILE_COLUMNS = 16, 128  # of the weight gradient

@@ -1,9 +1,10 @@
 """rms_norm by torch_npu's fused operator, which has its own gradient."""
 
 import torch
+from torch import Tensor
+
 from dayzero.kernels.devices import UP_TO_FLOAT32, npu_supports
 from dayzero.kernels.registry import Backend
-from torch import Tensor
 
 
 def supports(

@@ -6,9 +6,10 @@
 import torch
 import triton
 import triton.language as tl
-from dayzero.kernels.devices import programs, rows
 from torch import Tensor
 from torch.autograd.function import once_differentiable
+
+from dayzero.kernels.devices import programs, rows
 
 BLOCK = 1024
 

@@ -1,10 +1,11 @@
 """swiglu by torch_npu's fused operators, which take gate and up as the two halves of one tensor."""
 
 import torch
-from dayzero.kernels.devices import UP_TO_FLOAT32, npu_supports
-from dayzero.kernels.registry import Backend
 from torch import Tensor
 from torch.autograd.function import once_differentiable
+
+from dayzero.kernels.devices import UP_TO_FLOAT32, npu_supports
+from dayzero.kernels.registry import Backend
 
 
 def supports(gate: Tensor, up: Tensor, limit: float | None = None) -> tuple[bool, str]:

@@ -8,13 +8,14 @@ import json
 from typing import Any
 
 import torch
-from dayzero.kernels.grouped_gemm import kernel as grouped_gemm
-from dayzero.kernels.rms_norm import kernel as rms_norm
-from dayzero.kernels.swiglu import kernel as swiglu
 from triton import compile as triton_compile
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.runtime.jit import JITFunction
+
+from dayzero.kernels.grouped_gemm import kernel as grouped_gemm
+from dayzero.kernels.rms_norm import kernel as rms_norm
+from dayzero.kernels.swiglu import kernel as swiglu
 
 TARGET = GPUTarget("cuda", 90, 32)
 POINTERS = {torch.bfloat16: "*bf16", torch.float32: "*fp32", torch.int32: "*i32", torch.int64: "*i64"}

@@ -6,8 +6,9 @@ from typing import Any
 
 import pytest
 import torch
-from dayzero.kernels.registry import VARIABLE
 from torch import Tensor
+
+from dayzero.kernels.registry import VARIABLE
 
 from . import npu_schemas
 from .compare import gradients

@@ -5,10 +5,11 @@ from collections import Counter
 import hypothesis
 import pytest
 import torch
-from dayzero.kernels.grouped_gemm import autograd, grouped_gemm, grouped_mm, reference
 from hypothesis import strategies as st
 from torch.autograd import gradcheck
 from torch.utils._python_dispatch import TorchDispatchMode
+
+from dayzero.kernels.grouped_gemm import autograd, grouped_gemm, grouped_mm, reference
 
 from .compare import assert_as_good_as, gradients, relative_error, wide
 

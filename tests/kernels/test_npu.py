@@ -5,6 +5,7 @@ import re
 
 import pytest
 import torch
+
 from dayzero.kernels import grouped_gemm, rms_norm, swiglu
 
 from . import npu_schemas

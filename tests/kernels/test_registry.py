@@ -7,6 +7,7 @@ import sys
 
 import pytest
 import torch
+
 from dayzero.kernels import registry
 from dayzero.kernels.registry import Backend, BackendError, choices, operator, operators, using
 from dayzero.kernels.swiglu import swiglu

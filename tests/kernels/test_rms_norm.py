@@ -3,10 +3,11 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from dayzero.kernels.rms_norm import reference, rms_norm
 from torch.autograd import gradcheck
 from transformers.models.gemma.modeling_gemma import GemmaRMSNorm
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
+
+from dayzero.kernels.rms_norm import reference, rms_norm
 
 from .compare import assert_as_good_as, gradients, relative_error, wide
 

@@ -3,8 +3,9 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from dayzero.kernels.swiglu import reference, swiglu
 from torch.autograd import gradcheck
+
+from dayzero.kernels.swiglu import reference, swiglu
 
 from .compare import assert_as_good_as, gradients, relative_error, wide
 
