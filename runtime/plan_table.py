@@ -53,7 +53,9 @@ def memory(lines: Mapping[str, int], total: int, hbm: int | None) -> Table:
         verdict = "total; the device's memory is not known"
     else:
         verdict = f"total, {'fits' if total <= hbm else 'does NOT fit'} {hbm / GIB:.1f} GiB"
-    table = Table(title="Memory of a rank", title_justify="left", box=None, pad_edge=False, show_footer=True)
+    table = Table(
+        title="Memory of a rank", title_justify="left", box=None, pad_edge=False, show_header=False, show_footer=True
+    )
     table.add_column("", verdict, overflow="fold")
     table.add_column("", size(total), justify="right", no_wrap=True)
     for name, needed in lines.items():
@@ -63,7 +65,9 @@ def memory(lines: Mapping[str, int], total: int, hbm: int | None) -> Table:
 
 def communication(received: Mapping[str, int]) -> Table:
     """received: bytes by kind of collective."""
-    table = Table(title="Received by a rank in a step", title_justify="left", box=None, pad_edge=False)
+    table = Table(
+        title="Received by a rank in a step", title_justify="left", box=None, pad_edge=False, show_header=False
+    )
     table.add_column("", overflow="fold")
     table.add_column("", justify="right", no_wrap=True)
     for name, moved in received.items():
