@@ -10,6 +10,9 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
 
+from pydantic import BaseModel, ConfigDict
+from torch import Tensor
+
 from dayzero.runtime import checkpointing
 from dayzero.runtime.errors import InputError
 from dayzero.runtime.headers import read_file_headers, read_headers
@@ -20,8 +23,6 @@ from dayzero.runtime.package import Package, load_package
 from dayzero.runtime.peft_adapter import write_adapter
 from dayzero.runtime.safetensors_reader import SafetensorsReader
 from dayzero.runtime.weights import BoundRule, Shape, bind
-from pydantic import BaseModel, ConfigDict
-from torch import Tensor
 
 ADAPTER = "adapter"
 A, B = ".lora_a", ".lora_b"

@@ -9,11 +9,12 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 
 import torch
+from torch import Tensor
+
 from dayzero.runtime.errors import InputError
 from dayzero.runtime.headers import TensorHeader, read_headers
 from dayzero.runtime.safetensors_reader import torch_dtype
 from dayzero.runtime.weights import Rule, bind, whole
-from torch import Tensor
 
 FLOATS = ("F64", "F32", "F16", "BF16")
 WEIGHTS = {".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".gguf", ".h5", ".msgpack", ".onnx"}

@@ -6,9 +6,10 @@ from typing import Literal
 
 import torch
 import torch.nn.functional as F
-from dayzero.runtime.errors import InputError
 from torch import Generator, Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
+
+from dayzero.runtime.errors import InputError
 
 
 class LoRALinear(nn.Linear):

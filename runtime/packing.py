@@ -6,9 +6,10 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
+from torch import Tensor
+
 from dayzero.runtime.data import Example
 from dayzero.runtime.errors import InputError
-from torch import Tensor
 
 OPEN_BINS = 1024  # first fit looks at this many of the latest bins, so that packing takes linear time
 

@@ -4,11 +4,12 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
+from safetensors.torch import save_file
+from torch import Tensor
+
 from dayzero.runtime.errors import InputError
 from dayzero.runtime.headers import read_headers
 from dayzero.runtime.weights import BoundRule, Concat, Rule, Shape, Stack, Stored, bind
-from safetensors.torch import save_file
-from torch import Tensor
 
 WEIGHT = ".weight"
 

@@ -6,6 +6,7 @@ from collections import Counter
 from pathlib import Path
 
 import handmade
+
 from dayzero.runtime.headers import headers_sha256, read_headers
 from dayzero.runtime.safetensors_reader import SafetensorsReader
 from dayzero.runtime.spec import BlockSpec, CheckpointId, LayerKind, LayerRun, ModelSpec, RuleSpec, SourceSpec

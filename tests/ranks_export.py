@@ -5,6 +5,8 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
+
 from dayzero.runtime import checkpointing
 from dayzero.runtime.headers import read_headers
 from dayzero.runtime.load import load_checkpoint
@@ -12,7 +14,6 @@ from dayzero.runtime.lora import apply_lora, reset_lora
 from dayzero.runtime.optimizer import make_optimizer
 from dayzero.runtime.package import load_package
 from dayzero.runtime.parallel import Layout, make_meshes, parallelise
-from torch import Tensor
 
 LORA = {"rank": 4, "alpha": 6.0, "dropout": 0.0}
 

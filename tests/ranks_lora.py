@@ -1,13 +1,14 @@
 """What the ranks of test_lora.py do."""
 
 import torch
+from torch import Tensor
+from torch.distributed import get_world_size
+from torch.distributed.tensor import DTensor
+
 from dayzero.runtime.lora import apply_lora, reset_lora
 from dayzero.runtime.nn.causal_lm import initialise
 from dayzero.runtime.parallel import Layout, make_meshes, parallelise
 from dayzero.runtime.spec import ModelSpec
-from torch import Tensor
-from torch.distributed import get_world_size
-from torch.distributed.tensor import DTensor
 
 
 def step(spec: str, base: torch.dtype, compute: torch.dtype | None) -> tuple[dict[str, Tensor], dict[str, Tensor]]:

@@ -6,10 +6,11 @@ import sys
 
 import pytest
 import tiny
-from dayzero.runtime.data import NO_LOSS, load_tokenizer, read_examples
-from dayzero.runtime.errors import InputError
 from tokenizers import processors
 from transformers import PreTrainedTokenizerFast
+
+from dayzero.runtime.data import NO_LOSS, load_tokenizer, read_examples
+from dayzero.runtime.errors import InputError
 
 MARKED = (
     "{% for message in messages %}<|im_start|>{{ message['role'] }}\n"

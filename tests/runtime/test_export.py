@@ -9,11 +9,12 @@ import pytest
 import ranks_export
 import tiny
 import torch
+from peft import PeftModel
+from transformers import AutoModelForCausalLM
+
 from dayzero.runtime.errors import InputError
 from dayzero.runtime.export import export, new_folder
 from dayzero.runtime.headers import read_headers
-from peft import PeftModel
-from transformers import AutoModelForCausalLM
 
 IDS = torch.arange(11)[None] * 13
 

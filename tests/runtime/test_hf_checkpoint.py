@@ -6,12 +6,13 @@ import families
 import pytest
 import tiny
 import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
+
 from dayzero.runtime.errors import InputError
 from dayzero.runtime.headers import read_headers
 from dayzero.runtime.hf_checkpoint import write_checkpoint
 from dayzero.runtime.safetensors_reader import SafetensorsReader
-from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM
 
 FAMILIES = ["llama", "mixtral", "qwen3_moe", "olmoe"]
 IDS = torch.arange(11)[None] * 13

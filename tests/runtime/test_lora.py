@@ -6,6 +6,7 @@ import pytest
 import ranks_lora
 import tiny
 import torch
+
 from dayzero.runtime.errors import InputError
 from dayzero.runtime.lora import LoRALinear, apply_lora, merged_weight, reset_lora
 from dayzero.runtime.nn.causal_lm import initialise

@@ -4,11 +4,12 @@ import itertools
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
 from dayzero.runtime.data import NO_LOSS, Example
 from dayzero.runtime.errors import InputError
 from dayzero.runtime.packing import Packer
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 CAPACITY = 16
 lengths = st.lists(st.integers(1, CAPACITY), min_size=1, max_size=40)

@@ -6,13 +6,14 @@ import families
 import pytest
 import tiny
 import torch
+from peft import PeftModel
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
+
 from dayzero.runtime.errors import InputError
 from dayzero.runtime.lora import LoRALinear, apply_lora
 from dayzero.runtime.peft_adapter import target_modules, write_adapter
 from dayzero.runtime.weights import Concat, Rule, Stored, Transpose
-from peft import PeftModel
-from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM
 
 IDS = torch.arange(11)[None] * 13
 
