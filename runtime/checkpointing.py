@@ -18,12 +18,13 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
-from dayzero.runtime.errors import InputError
 from torch import Tensor, nn
+from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+
+from dayzero.runtime.errors import InputError
 
 MANIFEST = "manifest.json"
 MODEL, OPTIMIZER = "model.", "optimizer."
@@ -40,7 +41,7 @@ def save(run: Path, step: int, model: nn.Module, optimizer: torch.optim.Optimize
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir(parents=True)
     dist.barrier()
-    dcp.save(_state(model, optimizer), checkpoint_id=str(partial))
+    state_dict_saver.save(_state(model, optimizer), checkpoint_id=str(partial))
     files = sorted(path.name for path in partial.iterdir())
     hashes = _each_rank(_hashes(partial, files[dist.get_rank() :: dist.get_world_size()]))
     if dist.get_rank() == 0:
@@ -131,7 +132,7 @@ class _FullTensors(Mapping[str, Tensor]):
         tensor = torch.empty(entry.size, dtype=entry.properties.dtype)
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "torch.distributed is disabled")
-            dcp.load({MODEL + name: tensor}, checkpoint_id=str(self.checkpoint), no_dist=True)
+            state_dict_loader.load({MODEL + name: tensor}, checkpoint_id=str(self.checkpoint), no_dist=True)
         return tensor
 
     def __iter__(self) -> Iterator[str]:
@@ -159,7 +160,7 @@ def _load(folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> N
             zeros = {key: torch.zeros_like(parameter.detach()) for key in ("exp_avg", "exp_avg_sq")}
             optimizer.state[parameter] = {"step": torch.tensor(0.0), **zeros}
     try:
-        dcp.load(_state(model, optimizer), checkpoint_id=str(folder))
+        state_dict_loader.load(_state(model, optimizer), checkpoint_id=str(folder))
     except CheckpointException as error:  # a BaseException
         first = next(iter(error.failures.values()))[0]
         raise InputError(

@@ -8,8 +8,9 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from dayzero.runtime.errors import InputError, RunFailed
 from rich.console import Console
+
+from dayzero.runtime.errors import InputError, RunFailed
 
 app = typer.Typer(
     name="runtime",
@@ -32,7 +33,9 @@ def train(
     data: Annotated[Path | None, typer.Option("--data", help="Training examples, JSON lines")] = None,
     eval_data: Annotated[Path | None, typer.Option("--eval-data", help="Held-out examples, JSON lines")] = None,
     nproc: Annotated[int, typer.Option("--nproc", min=1, help="Processes to start on this machine")] = 1,
-    run: Annotated[Path | None, typer.Option("--run", help="Folder of the run; runs/NAME-TIME if left out")] = None,
+    run: Annotated[
+        Path | None, typer.Option("--run", "--run-dir", help="Folder of the run; else runs/NAME-TIME")
+    ] = None,
     resume: Annotated[bool, typer.Option("--resume", help="Continue the run from its last good checkpoint")] = False,
     checkpoint: Annotated[
         Path | None, typer.Option("--checkpoint", help="Where the weights are, if not where onboard found them")
@@ -153,3 +156,7 @@ def _end(command: str, text: str, code: int, as_json: bool) -> None:
     if as_json and os.environ.get("RANK", "0") == "0":
         print(json.dumps({"command": command, "ok": False, "error": text}))
     sys.exit(code)
+
+
+if __name__ == "__main__":
+    main()

@@ -6,9 +6,10 @@ from pathlib import Path
 from typing import Any, Literal, Self
 
 import yaml
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
 from dayzero.runtime.errors import InputError
 from dayzero.runtime.precision import Precision
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 
 class Section(BaseModel):
@@ -18,20 +19,20 @@ class Section(BaseModel):
 class Train(Section):
     """What is trained, and for how long."""
 
-    mode: Literal["lora", "full"] = Field("lora", description="lora: adapters only; full: every parameter")
-    init: Literal["checkpoint", "random"] = Field("checkpoint", description="where the weights come from")
-    steps: int = Field(100, ge=1, description="optimizer steps")
-    accumulation: int = Field(1, ge=1, description="batches of every rank in one step")
-    precision: Precision = Field("bf16", description="bf16: compute in bfloat16, update in float32; or fp32")
-    seed: int = Field(0, ge=0, description="of adapters, dropout, random weights and the data order")
-    deterministic: bool = Field(True, description="the same run gives the same losses, bit for bit")
+    mode: Literal["lora", "full"] = Field(default="lora", description="lora: adapters only; full: every parameter")
+    init: Literal["checkpoint", "random"] = Field(default="checkpoint", description="where the weights come from")
+    steps: int = Field(default=100, ge=1, description="optimizer steps")
+    accumulation: int = Field(default=1, ge=1, description="batches of every rank in one step")
+    precision: Precision = Field(default="bf16", description="bf16: compute in bfloat16, update in float32; or fp32")
+    seed: int = Field(default=0, ge=0, description="of adapters, dropout, random weights and the data order")
+    deterministic: bool = Field(default=True, description="the same run gives the same losses, bit for bit")
 
 
 class Data(Section):
     """How examples become batches."""
 
-    max_length: int = Field(1024, ge=1, description="longer examples are cut to this many tokens")
-    tokens_per_rank: int = Field(4096, ge=1, description="room for whole examples in a rank's batch")
+    max_length: int = Field(default=1024, ge=1, description="longer examples are cut to this many tokens")
+    tokens_per_rank: int = Field(default=4096, ge=1, description="room for whole examples in a rank's batch")
 
     @model_validator(mode="after")
     def _an_example_fits(self) -> Self:
@@ -43,29 +44,31 @@ class Data(Section):
 class Optimizer(Section):
     """AdamW, with warmup and cosine decay."""
 
-    lr: float = Field(1e-4, gt=0, description="peak learning rate")
-    warmup: int = Field(10, ge=0, description="steps up to the peak")
-    floor: float = Field(0.1, ge=0, le=1, description="last learning rate, as a part of the peak")
-    betas: tuple[float, float] = Field((0.9, 0.95), description="decay of the two moments")
-    eps: float = Field(1e-8, gt=0, description="added to the root of the second moment")
-    weight_decay: float = Field(0.0, ge=0, description="of matrices; vectors do not decay")
-    clip: float = Field(1.0, gt=0, description="largest norm of all gradients together")
+    lr: float = Field(default=1e-4, gt=0, description="peak learning rate")
+    warmup: int = Field(default=10, ge=0, description="steps up to the peak")
+    floor: float = Field(default=0.1, ge=0, le=1, description="last learning rate, as a part of the peak")
+    betas: tuple[float, float] = Field(default=(0.9, 0.95), description="decay of the two moments")
+    eps: float = Field(default=1e-8, gt=0, description="added to the root of the second moment")
+    weight_decay: float = Field(default=0.0, ge=0, description="of matrices; vectors do not decay")
+    clip: float = Field(default=1.0, gt=0, description="largest norm of all gradients together")
 
 
 class Lora(Section):
     """Adapters, with train.mode=lora."""
 
-    rank: int = Field(16, ge=1, description="width of the adapters")
-    alpha: float = Field(32.0, gt=0, description="adapters are scaled by alpha / rank")
-    dropout: float = Field(0.0, ge=0, lt=1, description="on the adapters' input")
-    targets: list[str] | Literal["auto"] = Field("auto", description="linear layers by name, or auto")
+    rank: int = Field(default=16, ge=1, description="width of the adapters")
+    alpha: float = Field(default=32.0, gt=0, description="adapters are scaled by alpha / rank")
+    dropout: float = Field(default=0.0, ge=0, lt=1, description="on the adapters' input")
+    targets: list[str] | Literal["auto"] = Field(default="auto", description="linear layers by name, or auto")
 
 
 class Parallel(Section):
     """How the ranks share the model."""
 
-    ep: int | Literal["auto"] = Field("auto", description="ranks that share the experts of a layer, or auto")
-    dp_replicate: int | Literal["auto"] = Field("auto", description="copies of the sharded dense layers, or auto")
+    ep: int | Literal["auto"] = Field(default="auto", description="ranks that share the experts of a layer, or auto")
+    dp_replicate: int | Literal["auto"] = Field(
+        default="auto", description="copies of the sharded dense layers, or auto"
+    )
 
     @model_validator(mode="after")
     def _positive(self) -> Self:
@@ -79,27 +82,29 @@ class Parallel(Section):
 class Memory(Section):
     """What is computed again instead of being kept."""
 
-    recompute: bool = Field(True, description="keep only the input of each layer for the backward pass")
-    loss_chunk: int | None = Field(2048, ge=1, description="tokens whose logits exist at a time; null for all")
+    recompute: bool = Field(default=True, description="keep only the input of each layer for the backward pass")
+    loss_chunk: int | None = Field(default=2048, ge=1, description="tokens whose logits exist at a time; null for all")
 
 
 class Checkpoint(Section):
     """What a run leaves behind to continue from."""
 
-    every: int = Field(50, ge=1, description="steps between checkpoints; the last step always has one")
-    keep: int = Field(2, ge=1, description="newest checkpoints to keep")
+    every: int = Field(default=50, ge=1, description="steps between checkpoints; the last step always has one")
+    keep: int = Field(default=2, ge=1, description="newest checkpoints to keep")
 
 
 class Evaluation(Section):
     """Loss on the held-out data, with --eval-data."""
 
-    every: int = Field(50, ge=1, description="steps between evaluations; before the first and after the last, always")
+    every: int = Field(
+        default=50, ge=1, description="steps between evaluations; before the first and after the last, always"
+    )
 
 
 class Log(Section):
     """Besides metrics.jsonl, which is always written."""
 
-    tensorboard: bool = Field(True, description="write TensorBoard files, if the package is installed")
+    tensorboard: bool = Field(default=True, description="write TensorBoard files, if the package is installed")
 
 
 class TrainConfig(Section):

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+
 from dayzero.runtime.checkpointing import checkpoints
 from dayzero.runtime.config import TrainConfig, load_config
 from dayzero.runtime.data import Example, load_tokenizer, read_examples

@@ -3,12 +3,13 @@
 from collections.abc import Callable
 from typing import Any
 
-import dayzero.kernels  # noqa: F401  registers the operators
 import torch
-from dayzero.kernels.registry import choices, operators
-from dayzero.runtime.processes import device_type
 from rich.table import Table
 from torch import Tensor
+
+import dayzero.kernels  # noqa: F401  registers the operators
+from dayzero.kernels.registry import choices, operators
+from dayzero.runtime.processes import device_type
 
 TOKENS, HIDDEN, WIDTH, EXPERTS = 128, 64, 32, 4
 

@@ -7,6 +7,7 @@ import sys
 import time
 import traceback
 from pathlib import Path
+from typing import Any
 
 from dayzero.runtime import checkpointing
 from dayzero.runtime.errors import InputError, RunFailed
@@ -88,7 +89,7 @@ def _run_processes(job: Job, nproc: int, restarts: int) -> None:
             name = signal.Signals(-failure.exitcode).name
             hint = " (out of memory?)" if name == "SIGKILL" else ""
             raise _failed(job, rank, f"ended by {name}{hint}") from None
-        message = failure.message  # a dict if the rank raised, which torch's types do not say
+        message: Any = failure.message  # a dict if the rank raised, which torch's types do not say
         raise _failed(job, rank, message["message"] if isinstance(message, dict) else message) from None
 
 
@@ -115,6 +116,7 @@ def _train(job: Job) -> None:
     import dataclasses
 
     import torch.distributed as dist
+
     from dayzero.runtime.processes import join
     from dayzero.runtime.train import train
 

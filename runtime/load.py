@@ -4,6 +4,10 @@ from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 
 import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
 from dayzero.runtime.errors import InputError
 from dayzero.runtime.headers import TensorHeader, headers_sha256
 from dayzero.runtime.nn import CausalLM
@@ -11,9 +15,6 @@ from dayzero.runtime.nn.causal_lm import initialise
 from dayzero.runtime.safetensors_reader import SafetensorsReader
 from dayzero.runtime.spec import CheckpointId
 from dayzero.runtime.weights import BoundRule, Region, Rule, Shape, bind, whole
-from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 
 def check_same_checkpoint(folder: Path, headers: Mapping[str, TensorHeader], known: CheckpointId) -> None:
@@ -35,7 +36,7 @@ def local_part(parameter: Tensor) -> tuple[Tensor, Region]:
         return parameter.detach(), whole(tuple(parameter.shape))
     shape, offset = compute_local_shape_and_global_offset(parameter.shape, parameter.device_mesh, parameter.placements)
     region = tuple(slice(start, start + size) for start, size in zip(offset, shape, strict=True))
-    return parameter.detach().to_local(), region
+    return parameter.to_local().detach(), region
 
 
 def load_checkpoint(

@@ -10,12 +10,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
-from dayzero.runtime.errors import InputError
-from dayzero.runtime.nn import CausalLM, Experts, MixtureOfExperts
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+
+from dayzero.runtime.errors import InputError
+from dayzero.runtime.nn import CausalLM, Experts, MixtureOfExperts
 
 
 @dataclass(frozen=True)
@@ -127,8 +128,7 @@ def split_experts(experts: Experts, ep: DeviceMesh) -> None:
 def _expert_placement(experts: Experts, efsdp: int):
     """Shard whole experts where every rank gets the same number, else slices of each: eight experts on 64 ranks would
     leave most ranks with none and a few with all."""
-    parameters = list(experts.parameters())
-    local = [parameter.to_local() for parameter in parameters]
+    local = [parameter.to_local() for parameter in experts.parameters() if isinstance(parameter, DTensor)]
     even = all(part.shape[0] % efsdp == 0 for part in local)
     sliceable = all(part.ndim > 1 and part.shape[1] % efsdp == 0 for part in local)
     return lambda parameter: Shard(0) if even or not sliceable else Shard(1)

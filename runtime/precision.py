@@ -4,10 +4,11 @@ from collections.abc import Mapping, Sequence
 from typing import Literal
 
 import torch
+from torch import nn
+
 from dayzero.runtime.headers import TensorHeader
 from dayzero.runtime.safetensors_reader import torch_dtype
 from dayzero.runtime.weights import Rule, bind
-from torch import nn
 
 Precision = Literal["bf16", "fp32"]
 FROZEN = ("BF16", "F16", "F32")

@@ -5,6 +5,7 @@ import os
 
 import torch
 import torch.distributed as dist
+from torch.distributed import HashStore, PrefixStore, TCPStore  # pyright: ignore[reportPrivateImportUsage]
 
 TIMEOUT = datetime.timedelta(minutes=30)
 BACKENDS = {"cuda": "nccl", "npu": "hccl", "cpu": "gloo"}
@@ -31,14 +32,14 @@ def join() -> torch.device:
     if dist.is_initialized():
         return device
     if "RANK" not in os.environ:
-        dist.init_process_group(BACKENDS[kind], store=dist.HashStore(), rank=0, world_size=1)
+        dist.init_process_group(BACKENDS[kind], store=HashStore(), rank=0, world_size=1)
         return device
     rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
         # The agent's store outlives a restart: without a prefix of their own, the new processes would read the
         # addresses of the dead ones.
-        agent = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), world, False, TIMEOUT)
-        store = dist.PrefixStore(f"restart{os.environ['TORCHELASTIC_RESTART_COUNT']}", agent)
+        agent = TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), world, False, TIMEOUT)
+        store = PrefixStore(f"restart{os.environ['TORCHELASTIC_RESTART_COUNT']}", agent)
         dist.init_process_group(BACKENDS[kind], store=store, rank=rank, world_size=world, timeout=TIMEOUT)
     else:
         dist.init_process_group(BACKENDS[kind], rank=rank, world_size=world, timeout=TIMEOUT)

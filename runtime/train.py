@@ -7,6 +7,9 @@ from contextlib import nullcontext
 
 import torch
 import torch.distributed as dist
+from rich.console import Console
+from torch import Tensor
+
 from dayzero.runtime import checkpointing
 from dayzero.runtime.headers import read_headers
 from dayzero.runtime.job import Job, meta_model, stored_examples
@@ -22,8 +25,6 @@ from dayzero.runtime.precision import compute_dtype, keep_parameters, stored_dty
 from dayzero.runtime.processes import peak_bytes
 from dayzero.runtime.recompute import recompute
 from dayzero.runtime.schedule import learning_rate
-from rich.console import Console
-from torch import Tensor
 
 
 class Diverged(Exception):

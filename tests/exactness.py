@@ -4,6 +4,8 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from torch.distributed.tensor import DTensor
+
 from dayzero.runtime.headers import read_headers
 from dayzero.runtime.load import load_checkpoint
 from dayzero.runtime.lora import LoRALinear, apply_lora, reset_lora
@@ -12,7 +14,6 @@ from dayzero.runtime.optimizer import gradient_norm
 from dayzero.runtime.package import load_package
 from dayzero.runtime.parallel import Layout, make_meshes, parallelise
 from dayzero.runtime.recompute import recompute
-from torch.distributed.tensor import DTensor
 
 LENGTHS = [(5, 9), (12,), (3, 1, 2), (7, 7)]  # documents of each rank; one valid token more on each
 

@@ -5,7 +5,9 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint import state_dict_saver
+from torch.distributed.tensor import DTensor
+
 from dayzero.runtime import checkpointing
 from dayzero.runtime.job import Job
 from dayzero.runtime.load import load_random
@@ -13,7 +15,6 @@ from dayzero.runtime.optimizer import make_optimizer
 from dayzero.runtime.package import load_package
 from dayzero.runtime.parallel import Layout, make_meshes, parallelise
 from dayzero.runtime.train import train as run_training
-from torch.distributed.tensor import DTensor
 
 
 def train(job: Job) -> None:
@@ -73,12 +74,12 @@ def restore(package: Path, layout: tuple[int, int, int], run: Path):
 def die_while_saving(package: Path, layout: tuple[int, int, int], run: Path, step: int) -> None:
     """Rank 1 dies with its data written and the checkpoint not yet complete."""
     model, optimizer = sharded(package, layout, seed=1)
-    write = dcp.save
+    write = state_dict_saver.save
 
     def write_and_die(*args, **kwargs):
         write(*args, **kwargs)
         if dist.get_rank() == 1:
             os._exit(9)
 
-    checkpointing.dcp.save = write_and_die
+    state_dict_saver.save = write_and_die
     checkpointing.save(run, step, model, optimizer, keep=5)

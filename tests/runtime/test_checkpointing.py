@@ -6,6 +6,7 @@ import pytest
 import ranks_train
 import tiny
 import torch
+
 from dayzero.runtime import checkpointing
 
 SAVED, SMALLER = (1, 4, 2), (1, 2, 1)

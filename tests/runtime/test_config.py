@@ -1,5 +1,6 @@
 import pytest
 import yaml
+
 from dayzero.runtime.config import TrainConfig, known_keys, load_config, render_yaml
 from dayzero.runtime.errors import InputError
 

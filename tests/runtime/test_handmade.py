@@ -4,11 +4,12 @@ import handmade
 import pytest
 import tiny
 import torch
+from torch.overrides import TorchFunctionMode
+
 from dayzero.runtime.headers import read_headers
 from dayzero.runtime.package import load_package
 from dayzero.runtime.safetensors_reader import SafetensorsReader
 from dayzero.runtime.weights import bind
-from torch.overrides import TorchFunctionMode
 
 
 def close(got, want):

@@ -2,9 +2,10 @@ import json
 
 import pytest
 import torch
+from safetensors.torch import save_file
+
 from dayzero.runtime.errors import InputError
 from dayzero.runtime.headers import headers_sha256, read_headers
-from safetensors.torch import save_file
 
 
 @pytest.fixture
