@@ -1,0 +1,191 @@
+"""From a checkpoint on disk to a generated package that computes what transformers computes."""
+
+import contextlib
+import json
+
+import onboarded
+import pytest
+import tiny
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file
+
+from dayzero.onboard.reference import ForceTopK, Promote, on_disk, quiet
+from dayzero.runtime.headers import read_headers
+from dayzero.runtime.hf_checkpoint import write_checkpoint
+from dayzero.runtime.nn import MixtureOfExperts
+from dayzero.runtime.package import load_package
+from dayzero.runtime.safetensors_reader import SafetensorsReader, TensorsReader
+from dayzero.runtime.weights import bind
+
+LENGTHS = (13, 2, 1, 9)  # packed documents: longer than the window, and one that has nothing to predict
+TOLERANCE = 1e-9  # relative, float64
+# Parameters whose gradient is zero in exact arithmetic: a single weight divided by itself.
+UNTRAINED = {"mixtral, one expert a token": "ffn.router.weight"}
+VARIANTS = [pytest.param(name, marks=pytest.mark.slow) for name in onboarded.VARIANTS]
+
+
+@pytest.fixture(autouse=True)
+def one_thread():
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def reference(checkpoint):
+    from transformers import AutoModelForCausalLM
+
+    with quiet(), Promote():  # rotary frequencies are a float32 island of the constructor
+        model = AutoModelForCausalLM.from_pretrained(
+            checkpoint, dtype=torch.float64, attn_implementation="eager", experts_implementation="eager"
+        )
+    return model.eval()
+
+
+def ours(package):
+    """The generated model in float64 with the weights that lie on disk."""
+    model = package.build().double()
+    shapes = {name: header.shape for name, header in read_headers(package.checkpoint).items()}
+    reader = SafetensorsReader(package.checkpoint)
+    weights = {name: rule.read(reader, shapes) for name, rule in bind(package.rules).items()}
+    model.load_state_dict(weights, strict=True)
+    return model
+
+
+def forced(choices):
+    return ForceTopK(choices) if choices else contextlib.nullcontext()
+
+
+def their_results(model, documents, choices):
+    """Logits [T, V], the summed loss by transformers' own loss function, and gradients by parameter name."""
+    logits, loss, start = [], torch.zeros((), dtype=torch.float64), 0
+    model.zero_grad()
+    for document in documents:
+        mine = [choice[start : start + len(document)] for choice in choices]
+        start += len(document)
+        with Promote(), forced(mine):
+            output = model(input_ids=document[None], labels=document[None], use_cache=False)
+        logits.append(output.logits[0].detach())
+        if len(document) > 1:
+            loss = loss + output.loss * (len(document) - 1)
+    loss.backward()
+    return torch.cat(logits), loss.detach(), {name: p.grad for name, p in model.named_parameters()}
+
+
+def our_results(model, documents, choices):
+    ids = torch.cat(documents)
+    bounds = torch.tensor([0, *torch.tensor(LENGTHS).cumsum(0).tolist()])
+    labels = torch.cat([torch.cat((document[1:], torch.tensor([-100]))) for document in documents])
+    model.zero_grad()
+    with forced(choices), torch.no_grad():
+        logits = model(ids, bounds)
+    with forced(choices):
+        loss = model(ids, bounds, labels, loss_chunk=7)
+    loss.backward()
+    return logits, loss.detach(), {name: p.grad for name, p in model.named_parameters()}
+
+
+def relative(got, want):
+    assert got.shape == want.shape
+    assert got.dtype == want.dtype == torch.float64
+    size = float(want.norm())
+    assert size > 0, "not exercised"
+    return float((got - want).norm()) / size
+
+
+def random_choices(model, generator):
+    """Distinct random experts a token for every routed layer."""
+    routers = [module.router for module in model.modules() if isinstance(module, MixtureOfExperts)]
+    return [
+        torch.rand(sum(LENGTHS), router.experts, generator=generator).topk(router.top_k, -1).indices
+        for router in routers
+    ]
+
+
+@pytest.mark.parametrize("name", [*tiny.FAMILIES, *VARIANTS])
+def test_logits_loss_and_every_gradient_are_those_of_transformers(name):
+    made = onboarded.get(name)
+    theirs, package = reference(made.checkpoint), load_package(made.package)
+    generator = torch.Generator().manual_seed(3)
+    documents = [torch.randint(0, tiny.VOCABULARY, (n,), generator=generator) for n in LENGTHS]
+    mine, rules = ours(package), bind(package.rules)
+    choices = random_choices(mine, generator)
+    for routing in ([], choices) if choices else ([],):
+        want_logits, want_loss, want_grads = their_results(theirs, documents, routing)
+        got_logits, got_loss, got_grads = our_results(mine, documents, routing)
+        assert relative(got_logits, want_logits) <= TOLERANCE
+        assert relative(got_loss, want_loss) <= TOLERANCE
+        stored = on_disk(theirs, want_grads)
+        shapes = {key: tuple(value.shape) for key, value in stored.items()}
+        largest = max(float(grad.norm()) for grad in got_grads.values())
+        assert got_grads.keys() == rules.keys()
+        for parameter, gradient in got_grads.items():
+            want = rules[parameter].read(TensorsReader(stored), shapes)
+            if parameter.endswith(UNTRAINED.get(name, "\0")):
+                assert max(float(gradient.norm()), float(want.norm())) <= 1e-13 * largest, parameter
+                continue
+            assert relative(gradient, want) <= TOLERANCE, parameter
+
+
+def export(package, out):
+    """Writes every parameter of the package, read through its rules, to a new checkpoint folder."""
+    shapes = {name: header.shape for name, header in read_headers(package.checkpoint).items()}
+    rules, reader = bind(package.rules), SafetensorsReader(package.checkpoint)
+    out.mkdir()
+    return write_checkpoint(out, package.checkpoint, package.rules, list(rules), lambda p: rules[p].read(reader, shapes))
+
+
+def tensors_of(folder):
+    return {name: tensor for file in sorted(folder.glob("*.safetensors")) for name, tensor in load_file(file).items()}
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        *tiny.FAMILIES,
+        pytest.param("llama, tied", marks=pytest.mark.slow),
+        pytest.param("mixtral, bfloat16 in shards", marks=pytest.mark.slow),
+    ],
+)
+def test_an_untouched_checkpoint_comes_back_bit_for_bit(name, tmp_path):
+    made = onboarded.get(name)
+    written = export(load_package(made.package), tmp_path / "out")
+    before, after = tensors_of(made.checkpoint), tensors_of(tmp_path / "out")
+    assert written == before.keys() == after.keys()
+    for tensor_name, tensor in before.items():
+        assert (tensor.dtype, tensor.shape) == (after[tensor_name].dtype, after[tensor_name].shape)
+        assert torch.equal(tensor.view(torch.uint8), after[tensor_name].view(torch.uint8)), tensor_name
+    assert read_headers(made.checkpoint) == read_headers(tmp_path / "out")
+
+
+def test_a_changed_parameter_changes_its_own_tensors_and_no_other(tmp_path):
+    made = onboarded.get("mixtral")
+    package = load_package(made.package)
+    shapes = {name: header.shape for name, header in read_headers(made.checkpoint).items()}
+    rules, reader = bind(package.rules), SafetensorsReader(made.checkpoint)
+    (tmp_path / "out").mkdir()
+    name = "layers.1.ffn.experts.gate_up"
+    value = rules[name].read(reader, shapes)
+    value[3] *= 2
+    write_checkpoint(tmp_path / "out", made.checkpoint, package.rules, [name], lambda parameter: value)
+    before, after = tensors_of(made.checkpoint), tensors_of(tmp_path / "out")
+    changed = {tensor for tensor in before if not torch.equal(before[tensor], after[tensor])}
+    prefix = "model.layers.1.block_sparse_moe.experts.3"
+    assert changed == {f"{prefix}.w1.weight", f"{prefix}.w3.weight"}
+    assert torch.equal(after[f"{prefix}.w3.weight"], 2 * before[f"{prefix}.w3.weight"])
+
+
+def test_the_ladder_of_a_whole_run():
+    made = onboarded.get("mixtral", align=True)
+    rungs = made.outcome.alignment.rungs
+    assert list(rungs) == ["L0", "L1", "L2"]
+    assert {name: rung.verdict for name, rung in rungs.items()} == dict.fromkeys(rungs, "PASS")
+    assert rungs["L0"].worst == 0.0
+    assert 0 < rungs["L1"].worst <= 1e-9
+    assert 0 < rungs["L2"].worst <= 1e-8
+    assert any(line.startswith("real weights") for line in rungs["L2"].details)
+    index = json.loads((made.package / "ledger.json").read_text())
+    with safe_open(made.checkpoint / "model.safetensors", "pt") as file:
+        assert sum(group["count"] for group in index["groups"]) == len(list(file.keys()))
+    assert {group["fate"] for group in index["groups"]} == {"mapped"}
