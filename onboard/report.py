@@ -59,6 +59,10 @@ def _error(value: float) -> str:
     return "0" if value == 0 else f"{value:.0e}".replace("e-0", "e-")
 
 
+def _short(value: Any) -> str:
+    return f"{value:.6g}" if isinstance(value, float) else str(value)
+
+
 def _text(value: Any) -> str:
     """Checkpoint text inside a Markdown table: no pipes, no line breaks, no markup."""
     return escape(str(value), quote=False).replace("|", "\\|").replace("\n", " ").replace("`", "'")
@@ -70,7 +74,7 @@ def _environment(html: bool) -> jinja2.Environment:
     environment = jinja2.Environment(
         loader=loader, autoescape=html, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True
     )
-    environment.filters |= {"bytes": readable_bytes, "big": readable_count, "error": _error, "text": _text}
+    environment.filters |= {"bytes": readable_bytes, "big": readable_count, "error": _error, "text": _text, "short": _short}
     return environment
 
 
