@@ -10,30 +10,34 @@ import torch
 
 from dayzero.runtime.checkpointing import checkpoints
 from dayzero.runtime.config import TrainConfig, load_config
-from dayzero.runtime.data import Example, load_tokenizer, read_examples
+from dayzero.runtime.data import Example, Examples, load_tokenizer, read_examples
 from dayzero.runtime.errors import InputError
 from dayzero.runtime.headers import read_headers
 from dayzero.runtime.load import check_same_checkpoint
 from dayzero.runtime.lora import apply_lora
 from dayzero.runtime.nn import CausalLM, MixtureOfExperts
 from dayzero.runtime.package import Package, load_package
-from dayzero.runtime.packing import Packer
 from dayzero.runtime.parallel import Layout
 from dayzero.runtime.processes import device_gib
 
 
 @dataclass(frozen=True)
 class Job:
-    """A checked run. checkpoint: where the weights and the tokenizer are, None for random weights without it."""
+    """A checked run. checkpoint: where the weights and the tokenizer are. notes: what to tell the user at the start."""
 
     package: Path
-    checkpoint: Path | None
+    checkpoint: Path
     data: Path
     eval_data: Path | None
     run: Path
     config: TrainConfig
     layout: Layout
     resume: bool
+    notes: tuple[str, ...] = ()
+
+    @property
+    def batches_per_step(self) -> int:
+        return self.layout.world * self.config.train.accumulation
 
 
 def prepare(
@@ -78,8 +82,15 @@ def prepare(
     examples = {"train": _read(data, tokenizer, made, config)}
     if eval_data is not None:
         examples["eval"] = _read(eval_data, tokenizer, made, config)
-    Packer(examples["train"], config.data.tokens_per_rank, world * config.train.accumulation, config.train.seed)
-    job = Job(made.folder.resolve(), made.checkpoint, data, eval_data, run.resolve(), config, layout, resume)
+    notes = [f"{name}: {rows.summary()}" for name, rows in examples.items()]
+    if (
+        before.get("batches_per_step", layout.world * config.train.accumulation)
+        != layout.world * config.train.accumulation
+    ):
+        notes.append("other ranks or accumulation than before: the rest of the run sees the data in another order")
+    job = Job(
+        made.folder.resolve(), made.checkpoint, data, eval_data, run.resolve(), config, layout, resume, tuple(notes)
+    )
     if write:
         (run / "data").mkdir(parents=True, exist_ok=True)
         for name, rows in examples.items():
@@ -122,7 +133,7 @@ def _record_of(run: Path) -> dict[str, Any]:
         return {}
     try:
         record = json.loads(file.read_text())
-        return {"data": record["data"], "eval_data": record["eval_data"], "config": record["config"]}
+        return {name: record[name] for name in ("data", "eval_data", "config", "batches_per_step")}
     except (ValueError, KeyError, TypeError) as error:
         raise InputError(str(file), found=f"{type(error).__name__}: {error}", expected="the record of a run") from None
 
@@ -174,7 +185,7 @@ def _check_positions(package: Package, config: TrainConfig) -> None:
         )
 
 
-def _read(file: Path, tokenizer: Any, package: Package, config: TrainConfig) -> Sequence[Example]:
+def _read(file: Path, tokenizer: Any, package: Package, config: TrainConfig) -> Examples:
     examples = read_examples(file, tokenizer, max_length=config.data.max_length)
     largest = max(max(example.ids) for example in examples)
     largest = max(largest, max(max(example.labels) for example in examples))
@@ -191,9 +202,10 @@ def _read(file: Path, tokenizer: Any, package: Package, config: TrainConfig) -> 
 def _record(job: Job) -> dict[str, Any]:
     return {
         "package": str(job.package),
-        "checkpoint": str(job.checkpoint) if job.checkpoint else None,
+        "checkpoint": str(job.checkpoint),
         "data": str(job.data.resolve()),
         "eval_data": str(job.eval_data.resolve()) if job.eval_data else None,
         "layout": {"dp_replicate": job.layout.dp_replicate, "dp_shard": job.layout.dp_shard, "ep": job.layout.ep},
+        "batches_per_step": job.batches_per_step,
         "config": job.config.model_dump(mode="json"),
     }

@@ -1,6 +1,7 @@
 """The training loop, as every rank runs it."""
 
 import math
+import os
 import time
 from collections.abc import Sequence
 from contextlib import nullcontext
@@ -40,8 +41,13 @@ def train(job: Job, device: torch.device) -> None:
     # Off the CPU an operation without a deterministic form warns; it does not end the run.
     torch.use_deterministic_algorithms(config.train.deterministic, warn_only=device.type != "cpu")
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
+    if device.type == "cuda" and config.train.deterministic:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read at the first matrix product
     console = Console() if rank == 0 else Console(quiet=True)
-    model = build_model(load_package(job.package, job.checkpoint), job, device)
+    package = load_package(job.package, job.checkpoint)
+    model = build_model(package, job, device)
+    for line in (*job.notes, _description(package, model, job, device)):
+        console.print(line, markup=False, highlight=False, soft_wrap=True)
     settings = config.optimizer
     optimizer = make_optimizer(model, settings.lr, settings.betas, settings.eps, settings.weight_decay)
     done = checkpointing.restore(job.run, model, optimizer, console.print) if job.resume else 0
@@ -51,7 +57,7 @@ def train(job: Job, device: torch.device) -> None:
     # One packer rank for every batch of a step: the same data for 8 ranks as for 4 that accumulate 2.
     accumulation = config.train.accumulation
     data = stored_examples(job.run / "data" / "train.pt")
-    packer = Packer(data, config.data.tokens_per_rank, world * accumulation, config.train.seed)
+    packer = Packer(data, config.data.tokens_per_rank, job.batches_per_step, config.train.seed)
     held_out = None
     if job.eval_data is not None:
         held_out = Packer(stored_examples(job.run / "data" / "eval.pt"), config.data.tokens_per_rank, world, 0)
@@ -78,7 +84,7 @@ def train(job: Job, device: torch.device) -> None:
 def build_model(package: Package, job: Job, device: torch.device) -> CausalLM:
     """The sharded model with its weights, from the checkpoint or at random."""
     config = job.config
-    headers = read_headers(package.checkpoint) if package.checkpoint else {}
+    headers = read_headers(job.checkpoint)
     model = meta_model(package, config)
     keep_parameters(model, config.train.precision, stored_dtypes(package.rules, headers))
     if config.memory.recompute:
@@ -87,12 +93,12 @@ def build_model(package: Package, job: Job, device: torch.device) -> CausalLM:
     parallelise(model, make_meshes(job.layout, device.type), compute_dtype(config.train.precision))
     model.to_empty(device=device)
     adapters = [name for name, _ in model.named_parameters() if name.rpartition(".")[2] in ("lora_a", "lora_b")]
-    if config.train.init == "random" or package.checkpoint is None:
+    if config.train.init == "random":
         with torch.device("meta"):
             fresh = package.build()
         load_random(model, fresh, package.spec.initializer_range, config.train.seed)
     else:
-        load_checkpoint(model, package.rules, package.checkpoint, headers, elsewhere=adapters)
+        load_checkpoint(model, package.rules, job.checkpoint, headers, elsewhere=adapters)
     reset_lora(model, torch.Generator().manual_seed(config.train.seed))
     return model
 
@@ -150,6 +156,17 @@ def evaluate(model: CausalLM, packer: Packer, loss_chunk: int | None, device: to
         total[1] += (batch.labels != -100).sum()
     loss, valid = _summed(total).tolist()
     return loss / valid
+
+
+def _description(package: Package, model: CausalLM, job: Job, device: torch.device) -> str:
+    total = sum(parameter.numel() for parameter in model.parameters())
+    trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
+    layout, train = job.layout, job.config.train
+    return (
+        f"{package.spec.name}: {total:,} parameters, {trained:,} trained ({train.mode}, {train.precision}) on "
+        f"{layout.world} x {device.type}: dp_replicate {layout.dp_replicate} x dp_shard {layout.dp_shard}, "
+        f"ep {layout.ep} x efsdp {layout.efsdp}"
+    )
 
 
 def _on_device(batch: Batch, device: torch.device) -> Batch:

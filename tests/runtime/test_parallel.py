@@ -15,6 +15,7 @@ def packages(tmp_path_factory):
     for name, family, config in (
         ("mixtral", "mixtral", {"num_hidden_layers": 2}),
         ("qwen", "qwen3_moe", {"num_hidden_layers": 2, "num_experts": 8, "norm_topk_prob": False}),
+        ("tied", "mixtral", {"num_hidden_layers": 2, "tie_word_embeddings": True}),
         ("top1", "mixtral", {"num_hidden_layers": 2, "num_experts_per_tok": 1}),
     ):
         checkpoint = tiny.make(family, folder / f"{name}-checkpoint", tokenizer=False, **config)
@@ -34,6 +35,7 @@ CASES = {
     "all-to-one-expert": ("top1", (1, 4, 2), {"pushes": {4: 20.0}}),
     "recompute": ("qwen", (1, 4, 2), {"recomputed": True}),
     "recompute-rank-without-tokens": ("mixtral", (1, 4, 2), {"recomputed": True, "pushes": {0: 20.0, 1: 20.0}}),
+    "tied": ("tied", (1, 4, 2), {}),
     "accumulate3": ("mixtral", (1, 4, 2), {"accumulation": 3}),
     "lora": ("qwen", (1, 4, 2), {"lora": True}),
     "lora-recompute-accumulate": ("mixtral", (2, 2, 2), {"lora": True, "recomputed": True, "accumulation": 2}),
