@@ -21,7 +21,7 @@ class Checkpoint(BaseModel):
     """headers: by tensor name, sorted. quantization: the config's own words about it, {} for none.
     remote_code: Python files that came along; they are listed and never run."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, ser_json_inf_nan="constants")
 
     path: Path
     config: dict[str, Any]
@@ -64,6 +64,7 @@ def read_checkpoint(path: Path) -> Checkpoint:
             expected="a Hugging Face checkpoint folder: config.json and safetensors files",
         )
     config = _read_json(path / "config.json", required=True)
+    _check_config(path / "config.json", config)
     headers = read_headers(path)
     generation = _read_json(path / "generation_config.json", required=False)
     return Checkpoint(
@@ -77,6 +78,18 @@ def read_checkpoint(path: Path) -> Checkpoint:
     )
 
 
+def _check_config(file: Path, config: dict[str, Any]) -> None:
+    names, quantization = config.get("architectures"), config.get("quantization_config")
+    if names is not None and not (isinstance(names, list) and all(map(_is_class_name, names))):
+        raise InputError(f"{file}: architectures", found=json.dumps(names)[:80], expected="a list of class names")
+    if not isinstance(quantization, dict | None):
+        raise InputError(f"{file}: quantization_config", found=json.dumps(quantization)[:80], expected="a JSON object")
+
+
+def _is_class_name(name: Any) -> bool:
+    return isinstance(name, str) and name.isascii() and name.isidentifier()
+
+
 def _read_json(file: Path, required: bool) -> dict[str, Any]:
     if not file.is_file():
         if required:
@@ -84,7 +97,7 @@ def _read_json(file: Path, required: bool) -> dict[str, Any]:
         return {}
     try:
         content = json.loads(file.read_text(encoding="utf-8"))
-    except (ValueError, UnicodeDecodeError) as error:
+    except (ValueError, RecursionError) as error:
         raise InputError(str(file), found=f"not JSON ({error})", expected="a JSON object") from None
     if not isinstance(content, dict):
         raise InputError(str(file), found=f"a JSON {type(content).__name__}", expected="a JSON object")

@@ -17,7 +17,7 @@ from dayzero.runtime.spec import ModelSpec, Record
 from dayzero.runtime.weights import bind
 
 from .checkpoint import Checkpoint
-from .config_fields import IRRELEVANT, RENAMED, SIZES, size_of
+from .config_fields import IRRELEVANT, RENAMED, SIZES, field_of, size_of
 from .tensor_names import Group, fold, ranges
 
 Fate = Literal["mapped", "ignored", "open"]
@@ -265,20 +265,23 @@ def _check_shape(
     if found == expected:
         return
     name = rule.names()[0]
-    fields = [
-        f"{field}={checkpoint.config[field]}"
-        for names in SIZES.values()
-        for field in names
-        if isinstance(checkpoint.config.get(field), int) and _mentions(checkpoint.config[field], expected)
-    ]
+    wrong = [size for size, other in zip(expected, found, strict=False) if size != other] or list(expected)
+    fields = ", ".join(f"{field}={value}" for field, value in _behind(wrong, checkpoint.config).items())
     raise InputError(
         name,
         found=f"{list(stored[name])} in {checkpoint.headers[name].file}",
-        expected=f"{list(expected)} for {parameter}, from {', '.join(fields) or 'its sizes'} in config.json",
+        expected=f"{list(expected)} for {parameter}, from {fields or 'its sizes'} in config.json",
         hint="The config and the tensors disagree. Is one of them of another revision? "
         f"Look with: onboard inspect {checkpoint.path.name}",
     )
 
 
-def _mentions(value: int, shape: tuple[int, ...]) -> bool:
-    return value > 1 and any(size == value or size == 2 * value for size in shape)
+def _behind(sizes: list[int], config: Mapping[str, Any]) -> dict[str, int]:
+    """Config fields that are one of these sizes, or half of one, or whose heads times the head size are one."""
+    held = {field: size for names in SIZES.values() for field in names if type(size := config.get(field)) is int}
+    found = {field: value for field, value in held.items() if value > 1 and {value, 2 * value} & set(sizes)}
+    head_dim = size_of(config, "head_dim")
+    for heads in (field_of(config, "heads"), field_of(config, "kv_heads")):
+        if head_dim and heads in held and held[heads] * head_dim in sizes:
+            found |= {heads: held[heads], str(field_of(config, "head_dim")): head_dim}
+    return found

@@ -66,7 +66,15 @@ def install(target: Path, files: Mapping[str, str], checkpoint: Path | None) -> 
 
 
 def refuse_foreign(target: Path) -> None:
-    """Raises InputError if `target` holds something that onboarding did not write."""
+    """Raises InputError if `target` holds something that onboarding did not write, or cannot be written."""
+    parent = next(parent for parent in target.absolute().parents if parent.exists())
+    if not parent.is_dir() or not os.access(parent, os.W_OK | os.X_OK):
+        raise InputError(
+            str(parent),
+            found="a folder that may not be written" if parent.is_dir() else "a file",
+            expected="a folder for packages",
+            hint="Choose another place with -o.",
+        )
     if (
         target.exists()
         and not (target / "onboard.lock").is_file()

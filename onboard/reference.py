@@ -69,18 +69,26 @@ class ForceTopK(TorchFunctionMode):
 
 
 def load_config(config: Mapping[str, Any], reads: set[str] | None = None) -> Any:
-    """transformers' config object for the content of a config.json. Raises UnknownArchitecture.
+    """transformers' config object for the content of a config.json.
+
+    Raises UnknownArchitecture for a model_type that transformers does not have, InputError for values that it refuses.
 
     reads: a set that fills up with the names of the fields that configuration and model code read.
     """
-    from transformers import AutoConfig
+    from transformers import CONFIG_MAPPING, AutoConfig
 
+    # Asked first: without a model_type AutoConfig would look for one in the folder's name.
+    model_type = config.get("model_type")
+    if not isinstance(model_type, str) or model_type not in CONFIG_MAPPING:
+        raise UnknownArchitecture(f"transformers has no model_type {model_type!r}")
     with tempfile.TemporaryDirectory() as folder:
         Path(folder, "config.json").write_text(json.dumps(dict(config)))
         try:
             loaded = AutoConfig.from_pretrained(folder, trust_remote_code=False)
         except Exception as error:
-            raise UnknownArchitecture(f"transformers cannot read the config: {_first_line(error)}") from None
+            raise InputError(
+                "config.json", found=_first_line(error), expected=f"what transformers accepts for {model_type}"
+            ) from None
     if reads is not None:
         loaded = _recording(type(loaded), reads).from_dict(dict(config))
     loaded._attn_implementation = "eager"
@@ -102,7 +110,8 @@ def _recording(cls: type, reads: set[str]) -> Any:
 
 
 def _first_line(error: Exception) -> str:
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    text = f"no {error}" if isinstance(error, KeyError) else str(error)
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
     # A validation error says what is wrong on its last line.
     return (": ".join(lines[:1] + lines[-1:] if len(lines) > 1 else lines) or type(error).__name__)[:300]
 

@@ -9,8 +9,10 @@ from typing import Any
 
 from torch import nn
 
+from dayzero.runtime.errors import InputError
+
 from .config_fields import field_of, size_of
-from .reference import build, load_config
+from .reference import UnknownArchitecture, build, load_config
 
 SEQUENCE = 24  # tokens of a proof's documents: more than the window, many more than top_k
 MOST_LAYERS = 12
@@ -58,6 +60,8 @@ def layer_signatures(model: nn.Module) -> list[Signature]:
 
 def _layers(model: nn.Module) -> nn.ModuleList:
     lists = [module for module in model.modules() if isinstance(module, nn.ModuleList)]
+    if not lists:
+        raise UnknownArchitecture(f"{type(model).__name__} has no list of layers")
     return max(lists, key=len)
 
 
@@ -80,17 +84,24 @@ def layers_to_cover(signatures: list[Signature]) -> int:
 def shrink(config: Mapping[str, Any]) -> dict[str, Any]:
     """The small config. Builds the real model on the meta device to see its layers' kinds.
 
+    Raises UnknownArchitecture for a model without a list of layers, InputError for a config that makes none.
+
     Lists with one entry a layer are cut to the layers kept; lists of layer numbers keep the numbers that are left.
     """
     config = complete(config)
     model, _ = build(config, device="meta")
     total = len(_layers(model))
+    layers = field_of(config, "layers")
+    if layers is None:
+        raise UnknownArchitecture(f"no field of the config is known to hold the number of layers, {total}")
+    if not total:
+        raise InputError(f"config.json: {layers}", found=str(config[layers]), expected="at least one layer")
     kept = min(layers_to_cover(layer_signatures(model)), MOST_LAYERS)
     small = {name: _cut(value, total, kept) for name, value in config.items()}
     for meaning, value in _SMALL.items():
         if size_of(config, meaning) is not None:
             small[str(field_of(config, meaning))] = value
-    small[str(field_of(config, "layers"))] = kept
+    small[layers] = kept
     for name, value in config.items():
         if name.endswith("token_id") and isinstance(value, int):
             small[name] = min(value, 2)

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from dayzero.runtime.errors import InputError
 from dayzero.runtime.spec import CheckpointId, ModelSpec, Record, RuleSpec, SourceSpec
 
 from .composition import NotProven, Unproven, load_reference, prove_model, specification_of
@@ -80,9 +81,13 @@ def specify(
         update={"rules": [RuleSpec(parameter=parameter, source=SourceSpec.of(s)) for parameter, s in found.items()]}
     )
     follows = _follow(layer_signatures(full), len(proven.layers))
-    spec = specification_of(full, full.config, proven, follows, identity, name)
-    with torch.device("meta"):
-        shapes = {parameter: tuple(tensor.shape) for parameter, tensor in spec.build().named_parameters()}
+    try:
+        spec = specification_of(full, full.config, proven, follows, identity, name)
+        with torch.device("meta"):
+            shapes = {parameter: tuple(tensor.shape) for parameter, tensor in spec.build().named_parameters()}
+    except ValueError as error:
+        found = " ".join(str(error).split())
+        raise InputError("config.json", found=found, expected="sizes that the proven blocks can have") from None
     spec = spec.model_copy(update={"rules": full_rules(templates, follows, shapes)})
     return Specification(
         spec=spec,

@@ -97,7 +97,7 @@ def read_file_headers(file: Path) -> dict[str, TensorHeader]:
             )
             for name, entry in entries.items()
         }
-    except (ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, IndexError, RecursionError) as error:
         found = f"a header that cannot be read ({type(error).__name__}: {error})"
         raise InputError(str(file), found=found, expected="a safetensors header") from None
     expected = max((header.end for header in headers.values()), default=offset)
@@ -116,7 +116,7 @@ def read_file_headers(file: Path) -> dict[str, TensorHeader]:
 
 
 def _check(file: Path, name: str, header: TensorHeader, offset: int) -> None:
-    if header.dtype not in BITS:
+    if not isinstance(header.dtype, str) or header.dtype not in BITS:
         raise InputError(f"{file}: {name}", found=f"dtype {header.dtype!r}", expected=f"one of {', '.join(BITS)}")
     if not all(isinstance(dim, int) and dim >= 0 for dim in header.shape):
         raise InputError(f"{file}: {name}", found=f"shape {list(header.shape)}", expected="sizes of 0 or more")

@@ -5,9 +5,10 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import torch
-from dayzero.runtime.errors import InputError
 from safetensors import safe_open
 from torch import Tensor
+
+from dayzero.runtime.errors import InputError
 
 Region = tuple[slice, ...]
 
@@ -15,15 +16,17 @@ Region = tuple[slice, ...]
 def shard_of_each_tensor(folder: Path) -> dict[str, str]:
     """Tensor name -> file name, from the index or from the single file.
 
-    Raises InputError for a folder without safetensors, an index that names a file outside the folder, or a shard
-    that is missing.
+    Raises InputError for a folder without safetensors, an index that names a file outside the folder, a shard that is
+    missing, or one that is a link out of the folder.
     """
     index, single = folder / "model.safetensors.index.json", folder / "model.safetensors"
     if index.exists():
         try:
             weight_map = json.loads(index.read_text())["weight_map"]
-        except (ValueError, KeyError, TypeError) as error:
+        except (ValueError, KeyError, TypeError, RecursionError) as error:
             raise InputError(str(index), found=f"no readable weight_map ({error})", expected="tensor -> file") from None
+        if not isinstance(weight_map, dict) or not weight_map:
+            raise InputError(str(index), found=f"weight_map {str(weight_map)[:40]}", expected="tensor -> file")
         for name, file in weight_map.items():
             if not isinstance(file, str) or Path(file).name != file or file in {"", ".", ".."}:
                 raise InputError(
@@ -41,8 +44,10 @@ def shard_of_each_tensor(folder: Path) -> dict[str, str]:
                     expected=f"a shard with {missing} tensors that {index.name} lists",
                     hint="Download it again; nothing was written.",
                 )
+            _check_inside(folder, file)
         return weight_map
     if single.is_file():
+        _check_inside(folder, single.name)
         return dict.fromkeys(_keys(single), single.name)
     pickles = sorted(path.name for pattern in ("*.bin", "*.pt", "*.pth") for path in folder.glob(pattern))
     if pickles:
@@ -58,6 +63,19 @@ def shard_of_each_tensor(folder: Path) -> dict[str, str]:
         found="no model.safetensors and no model.safetensors.index.json" if folder.is_dir() else "no such folder",
         expected="a Hugging Face checkpoint folder",
     )
+
+
+def _check_inside(folder: Path, file: str) -> None:
+    """Raises InputError for a link that leads out of the folder, unless to where the Hub's cache keeps the content:
+    snapshots/REVISION/FILE links to blobs/HASH."""
+    home, target = folder.resolve(), (folder / file).resolve()
+    if target.parent not in {home, home.parent.parent / "blobs"}:
+        raise InputError(
+            str(folder / file),
+            found=f"a link to {target}",
+            expected="a file inside the checkpoint folder",
+            hint="A link that leads elsewhere is refused: it could read any file of this machine. Copy the file here.",
+        )
 
 
 def _keys(file: Path) -> list[str]:

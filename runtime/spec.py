@@ -3,9 +3,10 @@
 import inspect
 from typing import Any, Literal
 
+from pydantic import BaseModel, ConfigDict, TypeAdapter, model_validator
+
 from dayzero.runtime import nn
 from dayzero.runtime.weights import Concat, Rule, Source, Stack, Stored, Transpose
-from pydantic import BaseModel, ConfigDict, TypeAdapter, model_validator
 
 ProofStatus = Literal["proven", "lifted", "unverified"]
 
@@ -13,7 +14,7 @@ ProofStatus = Literal["proven", "lifted", "unverified"]
 class Record(BaseModel):
     """Base of everything that is written to a package: unknown fields are errors."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, ser_json_inf_nan="constants")
 
 
 class Proof(Record):
@@ -168,5 +169,5 @@ class ModelSpec(Record):
             nn.DecoderLayer(kind.mixer_norm.build(), kind.mixer.build(), kind.ffn_norm.build(), kind.ffn.build())
             for kind in self.kinds_in_order()
         ]
-        rotary = self.rotary.build() if self.rotary is not None else None
+        rotary = nn.Rotary(**self.rotary.arguments) if self.rotary is not None else None
         return nn.CausalLM(self.vocabulary, self.hidden, layers, self.norm.build(), rotary, self.tied)
