@@ -1,7 +1,7 @@
 """Tiny checkpoints onboarded once a process, in process, for every test that looks at the result.
 
-    made = onboarded.get("mixtral")                  # a family of tests/tiny.py
-    made = onboarded.get("mixtral, window")          # a key of VARIANTS: the same family with other config values
+made = onboarded.get("mixtral")                  # a family of tests/tiny.py
+made = onboarded.get("mixtral, window")          # a key of VARIANTS: the same family with other config values
 """
 
 import atexit

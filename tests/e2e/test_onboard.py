@@ -133,7 +133,13 @@ def export(package, out):
     shapes = {name: header.shape for name, header in read_headers(package.checkpoint).items()}
     rules, reader = bind(package.rules), SafetensorsReader(package.checkpoint)
     out.mkdir()
-    return write_checkpoint(out, package.checkpoint, package.rules, list(rules), lambda p: rules[p].read(reader, shapes))
+
+    def read(parameter):
+        return rules[parameter].read(reader, shapes)
+
+    return write_checkpoint(
+        out, package.checkpoint, package.rules, list(rules), lambda p: rules[p].read(reader, shapes)
+    )
 
 
 def tensors_of(folder):
