@@ -53,6 +53,8 @@ def train(
         raise InputError("--resume", found="no --run", expected="--run DIR, the folder of the run to continue")
     if nproc > 1 and launch.launched():
         raise InputError("--nproc", found=str(nproc), expected="left out: a launcher has started the processes")
+    if nproc > 1:
+        launch.start_server()
     folder = run or Path("runs") / f"{package.resolve().name}-{time.strftime('%Y%m%d-%H%M%S')}"
     first = os.environ.get("RANK", "0") == "0"
     job = prepare(

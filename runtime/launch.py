@@ -2,10 +2,14 @@
 
 import logging
 import os
+import select
 import signal
 import sys
+import threading
 import time
 import traceback
+from contextlib import suppress
+from multiprocessing import forkserver
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +29,13 @@ def world_size(nproc: int) -> int:
 def launched() -> bool:
     """Whether a launcher such as torchrun started this process as one rank of several."""
     return "RANK" in os.environ and "WORLD_SIZE" in os.environ
+
+
+def start_server() -> None:
+    """Starts the process that ranks fork from, which imports torch once for all of them; it takes its seconds while the
+    caller reads data. It touches no accelerator."""
+    forkserver.set_forkserver_preload(WORKER_MODULES)
+    forkserver.ensure_running()
 
 
 def run(job: Job, nproc: int, restarts: int = 0) -> None:
@@ -51,8 +62,6 @@ def _run_here(job: Job) -> None:
 
 
 def _run_processes(job: Job, nproc: int, restarts: int) -> None:
-    import multiprocessing
-
     from torch.distributed.elastic.multiprocessing.api import DefaultLogsSpecs, SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
@@ -60,8 +69,7 @@ def _run_processes(job: Job, nproc: int, restarts: int) -> None:
     for name in list(logging.root.manager.loggerDict):
         if name.startswith("torch.distributed"):
             logging.getLogger(name).setLevel(logging.CRITICAL)
-    # Ranks fork from a server that has imported torch once. It starts nothing on an accelerator.
-    multiprocessing.set_forkserver_preload(WORKER_MODULES)
+    start_server()
     config = LaunchConfig(
         min_nodes=1,
         max_nodes=1,
@@ -75,7 +83,7 @@ def _run_processes(job: Job, nproc: int, restarts: int) -> None:
         logs_specs=DefaultLogsSpecs(log_dir=str(_logs(job) / "launcher")),
     )
     try:
-        elastic_launch(config, _rank)(job)
+        elastic_launch(config, _rank)(job, os.getpid())
     except (SignalException, KeyboardInterrupt):
         raise _interrupted(job) from None
     except ChildFailedError as error:
@@ -93,8 +101,9 @@ def _run_processes(job: Job, nproc: int, restarts: int) -> None:
         raise _failed(job, rank, message["message"] if isinstance(message, dict) else message) from None
 
 
-def _rank(job: Job) -> None:
+def _rank(job: Job, launcher: int) -> None:
     """The body of a process that we started."""
+    threading.Thread(target=_end_with, args=(launcher,), daemon=True).start()
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # the parent speaks for all; checkpoints survive any death
     rank = int(os.environ["RANK"])
     log = _log_file(job, rank).open("a", buffering=1)
@@ -109,6 +118,14 @@ def _rank(job: Job) -> None:
         if any(word in str(error) for word in LOST_NEIGHBOUR):
             time.sleep(1)  # the launcher reports what it sees first: let that be the neighbour's own end
         raise
+
+
+def _end_with(launcher: int) -> None:
+    """Ends this process when the launcher has ended: one that is killed leaves no rank behind on the device."""
+    if hasattr(os, "pidfd_open"):
+        with suppress(ProcessLookupError):
+            select.select([os.pidfd_open(launcher)], [], [])
+        os.kill(os.getpid(), signal.SIGKILL)
 
 
 def _train(job: Job) -> None:

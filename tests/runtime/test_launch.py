@@ -44,9 +44,12 @@ class Command:
     def finish(self) -> int:
         return self.process.wait(90)
 
-    def kill_rank(self, rank: int) -> None:
+    def pid(self, rank: int) -> int:
         log = (self.run / "logs" / f"rank_{rank}.log").read_text()
-        os.kill(int(re.findall(r"process (\d+)", log)[-1]), signal.SIGKILL)
+        return int(re.findall(r"process (\d+)", log)[-1])
+
+    def kill_rank(self, rank: int) -> None:
+        os.kill(self.pid(rank), signal.SIGKILL)
 
     @property
     def text(self) -> str:
@@ -111,6 +114,18 @@ def test_interrupted(tiny_run, tmp_path):
     assert f"--resume --run {tmp_path}/run" in text
     assert json.loads(line)["ok"] is False
     assert "Traceback" not in command.text
+
+
+def test_a_killed_launcher_leaves_no_rank_behind(tiny_run, tmp_path):
+    command = Command(tiny_run, tmp_path / "run", "--nproc", "2", "--set", "train.steps=500")
+    command.wait_for("step 2/500")
+    ranks = [command.pid(rank) for rank in range(2)]
+    command.process.kill()
+    command.finish()
+    end = time.monotonic() + 10
+    while any(Path(f"/proc/{rank}").exists() for rank in ranks):
+        assert time.monotonic() < end, f"of {ranks} some still run"
+        time.sleep(0.05)
 
 
 def test_joins_the_processes_of_torchrun(whole, tiny_run, tmp_path):
