@@ -13,22 +13,21 @@ from typing import Any, TypedDict
 import torch
 from pydantic import BaseModel
 
+from dayzero.onboard.align import Alignment, Rung, coverage_rung, model_rung
+from dayzero.onboard.align.ladder import THRESHOLDS, judge
+from dayzero.onboard.align.model import real_weights_error
+from dayzero.onboard.checkpoint import Checkpoint, read_checkpoint
+from dayzero.onboard.classify import Ledger, classify, settle
+from dayzero.onboard.composition import NotProven, Unproven
+from dayzero.onboard.generate import VERSION, canonical_json, model_py, render_package, weights_py
+from dayzero.onboard.install import install, read_decisions, write_files
+from dayzero.onboard.report import Findings
+from dayzero.onboard.specify import Specification, specify
 from dayzero.runtime.config import TrainConfig
 from dayzero.runtime.errors import InputError
 from dayzero.runtime.package import Package, load_package
 from dayzero.runtime.plan import Plan, make_plan
 from dayzero.runtime.spec import ModelSpec
-
-from .align import Alignment, Rung, coverage_rung, model_rung
-from .align.ladder import THRESHOLDS, judge
-from .align.model import real_weights_error
-from .checkpoint import Checkpoint, read_checkpoint
-from .classify import Ledger, classify, settle
-from .composition import NotProven, Unproven
-from .generate import VERSION, canonical_json, model_py, render_package, weights_py
-from .install import install, read_decisions, write_files
-from .report import Findings
-from .specify import Specification, specify
 
 STEPS = ("read", "specify", "plan", "align", "generate")
 

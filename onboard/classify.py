@@ -12,13 +12,12 @@ from typing import Any, Literal
 
 from pydantic import Field
 
+from dayzero.onboard.checkpoint import Checkpoint
+from dayzero.onboard.config_fields import IRRELEVANT, RENAMED, SIZES, field_of, size_of
+from dayzero.onboard.tensor_names import Group, fold, ranges
 from dayzero.runtime.errors import InputError
 from dayzero.runtime.spec import ModelSpec, Record
 from dayzero.runtime.weights import bind
-
-from .checkpoint import Checkpoint
-from .config_fields import IRRELEVANT, RENAMED, SIZES, field_of, size_of
-from .tensor_names import Group, fold, ranges
 
 Fate = Literal["mapped", "ignored", "open"]
 Mixer = Literal["full", "unknown"]

@@ -86,9 +86,9 @@ def generate(
 def _run(
     command: str, checkpoint: Path, out: Path, name: str | None, devices: int, hbm: float, as_json: bool, align: bool
 ) -> None:
-    from .agent import Outcome, Run, execute
-    from .install import refuse_foreign
-    from .progress import show
+    from dayzero.onboard.agent import Outcome, Run, execute
+    from dayzero.onboard.install import refuse_foreign
+    from dayzero.onboard.progress import show
 
     request = Run(checkpoint, out, package_name(checkpoint, name), devices, hbm, align)
     refuse_foreign(request.target)
@@ -115,9 +115,9 @@ def _run(
 @app.command()
 def inspect(checkpoint: CheckpointFolder, as_json: Json = False) -> None:
     """What is in a checkpoint, from its headers alone: no tensor is read, no code is run."""
-    from .checkpoint import read_checkpoint
-    from .classify import classify
-    from .report import readable_bytes, readable_count
+    from dayzero.onboard.checkpoint import read_checkpoint
+    from dayzero.onboard.classify import classify
+    from dayzero.onboard.report import readable_bytes, readable_count
 
     found = read_checkpoint(checkpoint)
     ledger = classify(found)
@@ -189,9 +189,9 @@ def plan(
 
 def _spec_of(source: Path) -> Any:
     """The specification of a package, or of a checkpoint, proven now."""
-    from .agent import specify_checkpoint
-    from .checkpoint import read_checkpoint
-    from .composition import NotProven
+    from dayzero.onboard.agent import specify_checkpoint
+    from dayzero.onboard.checkpoint import read_checkpoint
+    from dayzero.onboard.composition import NotProven
 
     if (source / "spec.json").is_file():
         from dayzero.runtime.package import load_package
@@ -212,7 +212,7 @@ def align(
     as_json: Json = False,
 ) -> None:
     """Proves a package again from its checkpoint, climbs the ladder, and rewrites its reports."""
-    from .package import align_package
+    from dayzero.onboard.package import align_package
 
     alignment, tried = align_package(
         package, checkpoint, lambda line: Console(stderr=True).print(line, highlight=False)
@@ -240,7 +240,7 @@ def _explain(tried: list[Any], module: str) -> None:
 @app.command()
 def check(package: PackageFolder, as_json: Json = False) -> None:
     """Regenerates a package into a temporary folder and compares byte for byte."""
-    from .package import check_package
+    from dayzero.onboard.package import check_package
 
     differences = check_package(package)
     for line in differences:
@@ -257,7 +257,7 @@ def check(package: PackageFolder, as_json: Json = False) -> None:
 @app.command()
 def report(package: PackageFolder, as_json: Json = False) -> None:
     """Prints a package's report, and where the HTML one is."""
-    from .agent import read_lock
+    from dayzero.onboard.agent import read_lock
 
     lock = read_lock(package)
     text = (package / "REPORT.md").read_text() if (package / "REPORT.md").is_file() else ""
@@ -266,7 +266,7 @@ def report(package: PackageFolder, as_json: Json = False) -> None:
             str(package / "REPORT.md"), found="no such file", expected="a report", hint="Run onboard again."
         )
     if as_json:
-        from .align import Alignment
+        from dayzero.onboard.align import Alignment
 
         alignment = Alignment.model_validate(lock["alignment"])
         result = {"command": "report", "ok": True, "verdict": alignment.verdict, "package": str(package)}

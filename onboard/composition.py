@@ -8,15 +8,14 @@ from typing import Any
 import torch
 from torch import nn
 
+from dayzero.onboard.align.ladder import rounded_up
+from dayzero.onboard.candidates import Candidate, site_of
+from dayzero.onboard.candidates.rotary import TOLERANCE as ROTARY_TOLERANCE
+from dayzero.onboard.candidates.rotary import propose_rotary
+from dayzero.onboard.discover import Call, ModelParts, Undiscovered, discover, tensors
+from dayzero.onboard.prove import Attempt, prove
+from dayzero.onboard.shrink import layer_signatures, part_signature
 from dayzero.runtime.spec import BlockSpec, CheckpointId, LayerKind, LayerRun, ModelSpec, Proof
-
-from .align.ladder import rounded_up
-from .candidates import Candidate, site_of
-from .candidates.rotary import TOLERANCE as ROTARY_TOLERANCE
-from .candidates.rotary import propose_rotary
-from .discover import Call, ModelParts, Undiscovered, discover, tensors
-from .prove import Attempt, prove
-from .shrink import layer_signatures, part_signature
 
 ROLES = ("mixer_norm", "mixer", "ffn_norm", "ffn")
 _ROLE_OF_PART = {"mixer_norm": "norm", "mixer": "mixer", "ffn_norm": "norm", "ffn": "ffn", "norm": "norm"}

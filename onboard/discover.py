@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .reference import Promote
+from dayzero.onboard.reference import Promote
 
 
 class Undiscovered(Exception):

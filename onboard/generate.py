@@ -17,16 +17,15 @@ import jinja2
 import yaml
 
 import dayzero.templates
+from dayzero.onboard.align import Alignment
+from dayzero.onboard.classify import Ledger
+from dayzero.onboard.operators import OperatorCalls, operator_calls
+from dayzero.onboard.report import Findings, render_html, render_markdown
+from dayzero.onboard.tensor_names import ranges
 from dayzero.runtime import nn
 from dayzero.runtime.config import TrainConfig, render_yaml
 from dayzero.runtime.plan import Plan
 from dayzero.runtime.spec import BlockSpec, ModelSpec, SourceSpec
-
-from .align import Alignment
-from .classify import Ledger
-from .operators import OperatorCalls, operator_calls
-from .report import Findings, render_html, render_markdown
-from .tensor_names import ranges
 
 VERSION = importlib.metadata.version("dayzero")
 LOCK = "onboard.lock"

@@ -11,13 +11,12 @@ from typing import Any, Literal
 import torch
 from pydantic import Field
 
+from dayzero.onboard.composition import NotProven, Proven, load_reference, prove_model, specification_of
+from dayzero.onboard.config_fields import IRRELEVANT, SIZES
+from dayzero.onboard.prove import TOLERANCE, relative_error
+from dayzero.onboard.reference import UnknownArchitecture, build, redraw, run
 from dayzero.runtime.errors import InputError
 from dayzero.runtime.spec import CheckpointId, Record
-
-from .composition import NotProven, Proven, load_reference, prove_model, specification_of
-from .config_fields import IRRELEVANT, SIZES
-from .prove import TOLERANCE, relative_error
-from .reference import UnknownArchitecture, build, redraw, run
 
 Effect = Literal["none", "follows", "other block", "unexplained", "refused"]
 

@@ -6,21 +6,20 @@ from pathlib import Path
 import yaml
 from pydantic import ValidationError
 
+from dayzero.onboard.agent import climb, read_lock, specify_checkpoint
+from dayzero.onboard.align import Alignment
+from dayzero.onboard.checkpoint import read_checkpoint
+from dayzero.onboard.classify import Ledger
+from dayzero.onboard.composition import NotProven
+from dayzero.onboard.generate import VERSION, render_package
+from dayzero.onboard.install import LINK, compare, install, read_decisions
+from dayzero.onboard.report import Findings
+from dayzero.onboard.specify import Tried
 from dayzero.runtime.config import load_config
 from dayzero.runtime.errors import InputError
 from dayzero.runtime.load import check_same_checkpoint
 from dayzero.runtime.package import load_package
 from dayzero.runtime.plan import read_plan
-
-from .agent import climb, read_lock, specify_checkpoint
-from .align import Alignment
-from .checkpoint import read_checkpoint
-from .classify import Ledger
-from .composition import NotProven
-from .generate import VERSION, render_package
-from .install import LINK, compare, install, read_decisions
-from .report import Findings
-from .specify import Tried
 
 
 def align_package(folder: Path, checkpoint: Path | None, tell: Callable[[str], None]) -> tuple[Alignment, list[Tried]]:

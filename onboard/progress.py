@@ -6,8 +6,8 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
-from .agent import STEPS
-from .agent import Progress as Event
+from dayzero.onboard.agent import STEPS
+from dayzero.onboard.agent import Progress as Event
 
 
 def show(events: Iterable[Any], console: Console) -> Any:

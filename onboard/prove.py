@@ -13,12 +13,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from dayzero.onboard.candidates import Candidate, Site, propose
+from dayzero.onboard.reference import redraw
+from dayzero.onboard.trace import trace
 from dayzero.runtime.nn import Context
 from dayzero.runtime.nn.context import lengths_of, positions_of
-
-from .candidates import Candidate, Site, propose
-from .reference import redraw
-from .trace import trace
 
 TOLERANCE = 1e-9  # relative, float64
 BOUND = 400  # candidates looked at for one module

@@ -11,14 +11,13 @@ import jinja2
 from pydantic import Field
 
 import dayzero.templates
+from dayzero.onboard.align import Alignment
+from dayzero.onboard.align.ladder import TITLES
+from dayzero.onboard.classify import Ledger
+from dayzero.onboard.interventions import Intervention
+from dayzero.onboard.tensor_names import ranges
 from dayzero.runtime.plan import Plan
 from dayzero.runtime.spec import BlockSpec, ModelSpec, Record
-
-from .align import Alignment
-from .align.ladder import TITLES
-from .classify import Ledger
-from .interventions import Intervention
-from .tensor_names import ranges
 
 _EFFECTS = {
     "none": "same logits",
@@ -74,7 +73,13 @@ def _environment(html: bool) -> jinja2.Environment:
     environment = jinja2.Environment(
         loader=loader, autoescape=html, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True
     )
-    environment.filters |= {"bytes": readable_bytes, "big": readable_count, "error": _error, "text": _text, "short": _short}
+    environment.filters |= {
+        "bytes": readable_bytes,
+        "big": readable_count,
+        "error": _error,
+        "text": _text,
+        "short": _short,
+    }
     return environment
 
 
@@ -92,7 +97,7 @@ def render_html(spec: ModelSpec, ledger: Ledger, plan: Plan, findings: Findings,
 
 
 def _content(spec: ModelSpec, ledger: Ledger, plan: Plan, findings: Findings, alignment: Alignment) -> dict[str, Any]:
-    from .generate import VERSION, call
+    from dayzero.onboard.generate import VERSION, call
 
     blocks = [
         {

@@ -9,10 +9,9 @@ from typing import Any
 
 from torch import nn
 
+from dayzero.onboard.config_fields import field_of, size_of
+from dayzero.onboard.reference import UnknownArchitecture, build, load_config
 from dayzero.runtime.errors import InputError
-
-from .config_fields import field_of, size_of
-from .reference import UnknownArchitecture, build, load_config
 
 SEQUENCE = 24  # tokens of a proof's documents: more than the window, many more than top_k
 MOST_LAYERS = 12

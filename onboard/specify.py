@@ -10,16 +10,15 @@ from typing import Any
 
 import torch
 
+from dayzero.onboard.composition import NotProven, Unproven, load_reference, prove_model, specification_of
+from dayzero.onboard.config_fields import IRRELEVANT, RENAMED
+from dayzero.onboard.interventions import Intervention, intervene
+from dayzero.onboard.prove import Attempt
+from dayzero.onboard.reference import UnknownArchitecture, build, on_disk, redraw
+from dayzero.onboard.rules import NoRule, find_rules, full_rules, layer_templates
+from dayzero.onboard.shrink import SEQUENCE, layer_signatures, shrink
 from dayzero.runtime.errors import InputError
 from dayzero.runtime.spec import CheckpointId, ModelSpec, Record, RuleSpec, SourceSpec
-
-from .composition import NotProven, Unproven, load_reference, prove_model, specification_of
-from .config_fields import IRRELEVANT, RENAMED
-from .interventions import Intervention, intervene
-from .prove import Attempt
-from .reference import UnknownArchitecture, build, on_disk, redraw
-from .rules import NoRule, find_rules, full_rules, layer_templates
-from .shrink import SEQUENCE, layer_signatures, shrink
 
 
 class Tried(Record):

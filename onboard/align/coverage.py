@@ -5,13 +5,12 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from dayzero.onboard.align.ladder import THRESHOLDS, Rung, judge
 from dayzero.onboard.checkpoint import Checkpoint
 from dayzero.onboard.classify import Ledger
 from dayzero.runtime.safetensors_reader import SafetensorsReader, torch_dtype
 from dayzero.runtime.spec import ModelSpec
 from dayzero.runtime.weights import bind
-
-from .ladder import THRESHOLDS, Rung, judge
 
 
 def coverage_rung(

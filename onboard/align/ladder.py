@@ -42,9 +42,9 @@ class Alignment(Record):
     @property
     def verdict(self) -> Verdict:
         """The worst verdict of the rungs that ran; UNVERIFIED where none did."""
-        order: list[Verdict] = ["FAIL", "UNVERIFIED", "WARN", "PASS"]
-        verdicts = [rung.verdict for rung in self.rungs.values()]
-        return min(verdicts, key=order.index, default="UNVERIFIED")
+        found = {rung.verdict for rung in self.rungs.values()}
+        order: tuple[Verdict, ...] = ("FAIL", "UNVERIFIED", "WARN", "PASS")
+        return next((verdict for verdict in order if verdict in found), "UNVERIFIED")
 
     def bounded(self) -> "Alignment":
         """The same with every error rounded up to a power of ten: what is written down, equal on every machine."""

@@ -18,6 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from dayzero.onboard.align.ladder import THRESHOLDS, Rung, judge
 from dayzero.onboard.checkpoint import Checkpoint
 from dayzero.onboard.prove import relative_error
 from dayzero.onboard.reference import ForceTopK, Promote, build, load_config, model_class, on_disk, quiet, redraw
@@ -25,8 +26,6 @@ from dayzero.onboard.shrink import SEQUENCE
 from dayzero.runtime.package import Package
 from dayzero.runtime.safetensors_reader import SafetensorsReader, TensorsReader
 from dayzero.runtime.weights import bind
-
-from .ladder import THRESHOLDS, Rung, judge
 
 LENGTHS = (SEQUENCE, 17, 1, 9)  # of the packed documents; one has a single token
 REAL_LENGTHS = (48, 31)
@@ -62,7 +61,7 @@ def _compare(generated: Package, config: Mapping[str, Any], dtype: torch.dtype) 
     ours = generated.build()
     ours.load_state_dict({name: rule.read(TensorsReader(stored), shapes) for name, rule in rules.items()}, strict=True)
     ours, reference = ours.to(dtype), reference.to(dtype)
-    documents = [torch.randint(3, reference.config.vocab_size, (n,), generator=generator) for n in LENGTHS]
+    documents = [torch.randint(3, generated.spec.vocabulary, (n,), generator=generator) for n in LENGTHS]
     tokens = sum(LENGTHS)
     routed = [module for module in ours.modules() if hasattr(module, "top_k")]
     choices = [_choose(tokens, module.experts, module.top_k, generator) for module in routed]  # type: ignore[attr-defined]

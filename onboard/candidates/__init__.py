@@ -7,11 +7,11 @@ that can be resolved again on another model: the shrunk one, one with changed co
 
 from collections.abc import Callable
 
-from .attention import propose_attention
-from .evidence import Candidate, Evidence, Site, site_of
-from .feed_forward import propose_feed_forward
-from .moe import propose_moe
-from .norm import propose_norm
+from dayzero.onboard.candidates.attention import propose_attention
+from dayzero.onboard.candidates.evidence import Candidate, Evidence, Site, site_of
+from dayzero.onboard.candidates.feed_forward import propose_feed_forward
+from dayzero.onboard.candidates.moe import propose_moe
+from dayzero.onboard.candidates.norm import propose_norm
 
 # Role of a layer's part -> what may propose blocks for it. A new kind of block joins by adding its proposer here.
 PROPOSERS: dict[str, tuple[Callable[[Site], list[Candidate]], ...]] = {

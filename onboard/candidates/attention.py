@@ -6,12 +6,11 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor, nn
 
+from dayzero.onboard.candidates.evidence import Candidate, Evidence, Site, attribute, literal, present, site_of, size
+from dayzero.onboard.candidates.feed_forward import linear_calls
+from dayzero.onboard.candidates.norm import propose_norm
 from dayzero.onboard.discover import same, tensors
 from dayzero.runtime.weights import Source, Stored
-
-from .evidence import Candidate, Evidence, Site, attribute, literal, present, site_of, size
-from .feed_forward import linear_calls
-from .norm import propose_norm
 
 
 def propose_attention(site: Site) -> list[Candidate]:
@@ -21,10 +20,10 @@ def propose_attention(site: Site) -> list[Candidate]:
     inputs = [path for path, call in linears.items() if same(call.hidden, site.call.hidden)]
     if len(linears) != 4 or len(output) != 1 or len(inputs) != 3:
         return []
-    wide = linears[output[0]].module.in_features
+    wide = linears[output[0]].module.weight.shape[1]
     candidates = []
     for query, key, value in itertools.permutations(inputs):
-        rows = [linears[path].module.out_features for path in (query, key, value)]
+        rows = [linears[path].module.weight.shape[0] for path in (query, key, value)]
         if rows[0] != wide or rows[1] != rows[2]:
             continue
         names = {"query": query, "key": key, "value": value, "output": output[0]}
@@ -105,7 +104,7 @@ def _qk_norms(
     options = []
     for query_norm, key_norm in itertools.permutations(vectors):
         sizes = [next(site.module.get_submodule(path).parameters()).shape[0] for path in (query_norm, key_norm)]
-        rows = [site.module.get_submodule(names[part]).out_features for part in ("query", "key")]
+        rows = [site.module.get_parameter(f"{names[part]}.weight").shape[0] for part in ("query", "key")]
         kind = "head" if sizes == [width, width] else "whole" if sizes == rows else None
         if kind is None:
             continue

@@ -5,12 +5,11 @@ from typing import get_args
 
 from torch import nn
 
+from dayzero.onboard.candidates.evidence import Candidate, Site, literal, present, size
 from dayzero.onboard.discover import Call, same
 from dayzero.onboard.trace import Operations
 from dayzero.runtime.nn.activation import Activation
 from dayzero.runtime.weights import Stored
-
-from .evidence import Candidate, Site, literal, present, size
 
 
 def propose_feed_forward(site: Site) -> list[Candidate]:

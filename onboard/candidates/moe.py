@@ -5,11 +5,10 @@ import itertools
 import torch
 from torch import Tensor
 
+from dayzero.onboard.candidates.evidence import Candidate, Evidence, Site, literal, size
+from dayzero.onboard.candidates.feed_forward import activations
 from dayzero.onboard.discover import Call, tensors
 from dayzero.runtime.weights import Source, Stored, Transpose
-
-from .evidence import Candidate, Evidence, Site, literal, size
-from .feed_forward import activations
 
 SCORES = ("softmax", "sigmoid", "softmax_selected")
 

@@ -1,8 +1,7 @@
 """Candidates for a norm: one weight vector of the stream's width, an epsilon, and whether 1 is added to the weight."""
 
+from dayzero.onboard.candidates.evidence import Candidate, Evidence, Site, literal, size
 from dayzero.runtime.weights import Stored
-
-from .evidence import Candidate, Evidence, Site, literal, size
 
 
 def propose_norm(site: Site) -> list[Candidate]:

@@ -6,10 +6,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from dayzero.onboard.candidates.evidence import Candidate, Evidence, literal
 from dayzero.onboard.discover import Call, tensors
 from dayzero.runtime.nn import Rotary
-
-from .evidence import Candidate, Evidence, literal
 
 TOLERANCE = 1e-12
 

@@ -5,8 +5,9 @@ from typing import Literal, get_args
 
 import torch
 import torch.nn.functional as F
-from dayzero.kernels.swiglu import swiglu
 from torch import Tensor
+
+from dayzero.kernels.swiglu import swiglu
 
 Activation = Literal["silu", "gelu", "gelu_tanh", "relu", "relu2"]
 

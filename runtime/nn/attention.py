@@ -44,7 +44,8 @@ class GroupedQueryAttention(nn.Module):
         if heads % kv_heads:
             raise ValueError(f"{heads} heads cannot share {kv_heads} key/value heads evenly")
         self.heads, self.kv_heads, self.head_dim = heads, kv_heads, head_dim
-        self.scale, self.rotary, self.qk_norm, self.window, self.clip = scale, rotary, qk_norm, window, clip
+        self.scale, self.qk_norm, self.window, self.clip = scale, qk_norm, window, clip
+        self.rotary: RotaryStyle | None = rotary
         self.query = nn.Linear(hidden, heads * head_dim, bias=bias)
         self.key = nn.Linear(hidden, kv_heads * head_dim, bias=bias)
         self.value = nn.Linear(hidden, kv_heads * head_dim, bias=bias)
@@ -83,14 +84,14 @@ def attend(
 ) -> Tensor:
     """Causal attention inside each document. query: [T, N, D]; key, value: [T, G, D]. Returns [T, N, D]."""
     if lengths and len(set(lengths)) == 1:
-        batch = [part.unflatten(0, (len(lengths), lengths[0])).transpose(1, 2) for part in (query, key, value)]
-        return _attend_batch(*batch, scale, window).transpose(1, 2).flatten(0, 1)
-    documents = zip(query.split(lengths), key.split(lengths), value.split(lengths), strict=True)
-    parts = [
-        _attend_batch(*(part.transpose(0, 1)[None] for part in document), scale, window)[0].transpose(0, 1)
-        for document in documents
-        if document[0].shape[0]
-    ]
+        shape = (len(lengths), lengths[0])
+        q, k, v = (part.unflatten(0, shape).transpose(1, 2) for part in (query, key, value))
+        return _attend_batch(q, k, v, scale, window).transpose(1, 2).flatten(0, 1)
+    parts = []
+    for document in zip(query.split(lengths), key.split(lengths), value.split(lengths), strict=True):
+        if document[0].shape[0]:
+            q, k, v = (part.transpose(0, 1)[None] for part in document)
+            parts.append(_attend_batch(q, k, v, scale, window)[0].transpose(0, 1))
     return torch.cat(parts) if parts else query
 
 

@@ -4,8 +4,9 @@ from collections.abc import Sequence
 
 import torch
 import torch.nn.functional as F
-from dayzero.runtime.loss import summed_cross_entropy
 from torch import Tensor, nn
+
+from dayzero.runtime.loss import summed_cross_entropy
 
 from .context import Context, lengths_of, positions_of
 from .rotary import Rotary

@@ -1,9 +1,10 @@
 """One container for the routed experts of a layer, whatever their number."""
 
 import torch
-from dayzero.kernels.grouped_gemm import grouped_gemm
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+
+from dayzero.kernels.grouped_gemm import grouped_gemm
 
 from .activation import Activation, gated
 
@@ -17,7 +18,8 @@ class Experts(nn.Module):
 
     def __init__(self, experts: int, hidden: int, width: int, act: Activation):
         super().__init__()
-        self.experts, self.width, self.act = experts, width, act
+        self.experts, self.width = experts, width
+        self.act: Activation = act
         self.gate_up = nn.Parameter(torch.empty(experts, 2 * width, hidden))
         self.down = nn.Parameter(torch.empty(experts, hidden, width))
 

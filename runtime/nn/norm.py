@@ -1,8 +1,9 @@
 """Root-mean-square norm (Zhang and Sennrich 2019, arXiv:1910.07467)."""
 
 import torch
-from dayzero.kernels.rms_norm import rms_norm
 from torch import Tensor, nn
+
+from dayzero.kernels.rms_norm import rms_norm
 
 
 class RMSNorm(nn.Module):

@@ -37,17 +37,20 @@ class Router(nn.Module):
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
         compute = torch.promote_types(x.dtype, torch.float32)
         logits = F.linear(x.to(compute), self.weight.to(compute))
-        match self.score:
-            case "softmax":
-                weights, index = torch.topk(logits.softmax(-1), self.top_k, dim=-1)
-            case "sigmoid":
-                weights, index = torch.topk(logits.sigmoid(), self.top_k, dim=-1)
-            case "softmax_selected":
-                selected, index = torch.topk(logits, self.top_k, dim=-1)
-                weights = selected.softmax(-1)
+        weights, index = torch.topk(self._scores(logits), self.top_k, dim=-1)
+        if self.score == "softmax_selected":
+            weights = weights.softmax(-1)
         if self.renormalise:
             total = weights.sum(-1, keepdim=True)
             weights = weights / (total + self.renormalise_eps if self.renormalise_eps else total)
         if self.scale != 1.0:
             weights = weights * self.scale
         return weights, index
+
+    def _scores(self, logits: Tensor) -> Tensor:
+        match self.score:
+            case "softmax":
+                return logits.softmax(-1)
+            case "sigmoid":
+                return logits.sigmoid()
+        return logits
