@@ -7,6 +7,7 @@ exports, and loads the result in transformers and peft. Everything lands in demo
 except the runs.
 """
 
+import contextlib
 import json
 import os
 import shutil
@@ -188,18 +189,23 @@ def wait_for(condition, process: subprocess.Popen, seconds: float) -> None:
 
 def rank_processes(parent: int) -> list[int]:
     """Processes below `parent` that have a RANK in their environment, by rank."""
-    ranks = {}
+    children: dict[int, list[int]] = {}
     for folder in Path("/proc").iterdir():
-        if not folder.name.isdigit():
-            continue
-        try:
-            environment = (folder / "environ").read_bytes().split(b"\0")
-            session = os.getsid(int(folder.name))
-        except (OSError, ProcessLookupError):
-            continue
-        rank = next((entry[5:] for entry in environment if entry.startswith(b"RANK=")), None)
-        if rank is not None and session == os.getsid(parent):
-            ranks[int(rank)] = int(folder.name)
+        if folder.name.isdigit():
+            with contextlib.suppress(OSError):
+                stat = (folder / "stat").read_text()
+                above = int(stat.rpartition(")")[2].split()[1])
+                children.setdefault(above, []).append(int(folder.name))
+    ranks, left = {}, [parent]
+    while left:
+        below = children.get(left.pop(), [])
+        left += below
+        for process in below:
+            with contextlib.suppress(OSError):
+                environment = Path(f"/proc/{process}/environ").read_bytes().split(b"\0")
+                rank = next((entry[5:] for entry in environment if entry.startswith(b"RANK=")), None)
+                if rank is not None:
+                    ranks[int(rank)] = process
     return [ranks[rank] for rank in sorted(ranks)]
 
 

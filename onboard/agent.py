@@ -184,7 +184,7 @@ def _graph(run: Run) -> Any:
         checkpoint = run.load("checkpoint", Checkpoint)
         try:
             specification, ledger = specify_checkpoint(
-                checkpoint, run.name, state["request"]["decisions"], teller("specify")
+                checkpoint, run.name, state.get("request", {})["decisions"], teller("specify")
             )
         except NotProven as error:
             return {"unproven": [vars(item) for item in error.unproven]}
@@ -224,7 +224,7 @@ def _graph(run: Run) -> Any:
         specification = run.load("specification", Specification)
         findings = Findings(
             interventions=specification.interventions,
-            ignored_config=state["request"]["decisions"].get("ignore_config") or {},
+            ignored_config=state.get("request", {})["decisions"].get("ignore_config") or {},
         )
         alignment = run.load("alignment", Alignment).bounded()
         files = render_package(

@@ -58,7 +58,8 @@ def specify(
         raise NotProven([Unproven("config.json", str(error))]) from None
     generator = torch.Generator().manual_seed(0)
     redraw(reference, generator)
-    ids = torch.randint(3, reference.config.vocab_size, (2, SEQUENCE), generator=generator)
+    vocabulary = reference.get_input_embeddings().weight.shape[0]  # type: ignore[operator]
+    ids = torch.randint(3, vocabulary, (2, SEQUENCE), generator=generator)
     proven, attempts = prove_model(reference, ids, generator, tell)
     reads = (reads | {stored_as(reference.config, name) for name in reads}) & small.keys()
     unread = unread_fields(config, reads, reference.config)

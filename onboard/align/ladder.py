@@ -44,7 +44,10 @@ class Alignment(Record):
         """The worst verdict of the rungs that ran; UNVERIFIED where none did."""
         found = {rung.verdict for rung in self.rungs.values()}
         order: tuple[Verdict, ...] = ("FAIL", "UNVERIFIED", "WARN", "PASS")
-        return next((verdict for verdict in order if verdict in found), "UNVERIFIED")
+        for verdict in order:
+            if verdict in found:
+                return verdict
+        return "UNVERIFIED"
 
     def bounded(self) -> "Alignment":
         """The same with every error rounded up to a power of ten: what is written down, equal on every machine."""

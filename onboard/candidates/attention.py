@@ -20,10 +20,10 @@ def propose_attention(site: Site) -> list[Candidate]:
     inputs = [path for path, call in linears.items() if same(call.hidden, site.call.hidden)]
     if len(linears) != 4 or len(output) != 1 or len(inputs) != 3:
         return []
-    wide = linears[output[0]].module.weight.shape[1]
+    wide = site.module.get_parameter(f"{output[0]}.weight").shape[1]
     candidates = []
     for query, key, value in itertools.permutations(inputs):
-        rows = [linears[path].module.weight.shape[0] for path in (query, key, value)]
+        rows = [site.module.get_parameter(f"{path}.weight").shape[0] for path in (query, key, value)]
         if rows[0] != wide or rows[1] != rows[2]:
             continue
         names = {"query": query, "key": key, "value": value, "output": output[0]}

@@ -30,4 +30,16 @@ BLOCKS = {
     )
 }
 
-__all__ = ["BLOCKS", "Context", *BLOCKS]
+__all__ = [
+    "BLOCKS",
+    "CausalLM",
+    "Context",
+    "DecoderLayer",
+    "Experts",
+    "GatedFeedForward",
+    "GroupedQueryAttention",
+    "MixtureOfExperts",
+    "RMSNorm",
+    "Rotary",
+    "Router",
+]
