@@ -33,7 +33,8 @@ MODEL, OPTIMIZER = "model.", "optimizer."
 def save(run: Path, step: int, model: nn.Module, optimizer: torch.optim.Optimizer, keep: int) -> Path:
     """Writes the checkpoint of `step` (steps done), removes all but the `keep` newest, and returns its folder.
 
-    All ranks call it, and all see the same file system.
+    All ranks call it, and all see the same file system. Raises OSError if it cannot be written; the checkpoints that
+    were there stay as they are.
     """
     folder = run / "checkpoints" / f"step_{step:08d}"
     partial = folder.with_name(f".{folder.name}.partial")
@@ -41,7 +42,10 @@ def save(run: Path, step: int, model: nn.Module, optimizer: torch.optim.Optimize
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir(parents=True)
     dist.barrier()
-    state_dict_saver.save(_state(model, optimizer), checkpoint_id=str(partial))
+    try:
+        state_dict_saver.save(_state(model, optimizer), checkpoint_id=str(partial))
+    except CheckpointException as error:  # a BaseException
+        raise OSError(f"{folder} could not be written: {_cause(error)}") from None
     files = sorted(path.name for path in partial.iterdir())
     hashes = _each_rank(_hashes(partial, files[dist.get_rank() :: dist.get_world_size()]))
     if dist.get_rank() == 0:
@@ -94,9 +98,9 @@ def restore(run: Path, model: nn.Module, optimizer: torch.optim.Optimizer, note=
     """Loads the newest good checkpoint into model and optimizer and returns its step, 0 if the run has none.
 
     A damaged one is set aside as step_N.damaged, with a note, and the one before it is tried. All ranks call it.
-    Raises InputError for a checkpoint that is sound but belongs to other parameters.
+    Raises InputError if all are damaged, or for one that is sound but belongs to other parameters.
     """
-    rank, ranks = dist.get_rank(), dist.get_world_size()
+    rank, ranks, found = dist.get_rank(), dist.get_world_size(), []
     for folder in checkpoints(run):
         dist.barrier()
         found = [text for text in _each_rank(problem(folder, rank, ranks)) if text]
@@ -106,6 +110,13 @@ def restore(run: Path, model: nn.Module, optimizer: torch.optim.Optimizer, note=
         if rank == 0:
             note(f"checkpoint damaged, using the one before it: {found[0]}")
             folder.rename(folder.with_name(f"{folder.name}.damaged"))
+    if found:
+        raise InputError(
+            str(run / "checkpoints"),
+            found=f"only damaged checkpoints; the last: {found[0]}",
+            expected="one whose bytes are as they were written",
+            hint="Start again in a new folder, without --resume.",
+        )
     return 0
 
 
@@ -162,13 +173,18 @@ def _load(folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> N
     try:
         state_dict_loader.load(_state(model, optimizer), checkpoint_id=str(folder))
     except CheckpointException as error:  # a BaseException
-        first = next(iter(error.failures.values()))[0]
         raise InputError(
             str(folder),
-            found=" ".join(str(first).split())[:300],
+            found=_cause(error),
             expected="the parameters of this package and these settings",
             hint="Resume with the settings the run was started with.",
         ) from None
+
+
+def _cause(error: CheckpointException) -> str:
+    """What went wrong on the first rank that failed, in one line."""
+    first = next(iter(error.failures.values()))[0]
+    return " ".join(str(first).split())[:300]
 
 
 def _hashes(folder: Path, names: list[str]) -> dict[str, tuple[int, str]]:

@@ -27,7 +27,7 @@ PRELOAD = [
     "dayzero.runtime.load",
     "dayzero.runtime.lora",
     "dayzero.runtime.package",
-    "dayzero.runtime.parallel",
+    "dayzero.runtime.train",
 ]
 
 

@@ -98,6 +98,13 @@ def test_falls_back_to_the_one_before(run, package, saved):
     assert damaged == ["step_00000004", "step_00000006.damaged", "step_00000008.damaged"]
 
 
+def test_nothing_but_damaged_checkpoints_is_an_error(run, package):
+    for folder in checkpointing.checkpoints(run):
+        flip_a_bit(folder)
+    with pytest.raises(harness.RankError, match=r"(?s)InputError.*only damaged checkpoints.*without --resume"):
+        harness.run(ranks_train.restore, 2, package, SMALLER, run)
+
+
 def test_a_rank_that_dies_while_saving_leaves_the_last_checkpoint_alone(run, package, saved):
     with pytest.raises(harness.RankError, match="rank 1: the process died"):
         harness.run(ranks_train.die_while_saving, 2, package, SMALLER, run, 10)

@@ -6,6 +6,7 @@ import harness
 import pytest
 import ranks_train
 import torch
+from torch.distributed.checkpoint import FileSystemWriter
 
 from dayzero.runtime import checkpointing, launch
 from dayzero.runtime.errors import InputError, RunFailed
@@ -174,6 +175,20 @@ def test_an_unexpected_error_is_one_line_and_a_log(run_training, monkeypatch, tm
     with pytest.raises(RunFailed, match=r"^rank 0: ZeroDivisionError: division by zero\n  log  .*rank_0\.log"):
         run_training("run")
     assert "Traceback" in (tmp_path / "run" / "logs" / "rank_0.log").read_text()
+
+
+def test_a_full_disk_leaves_the_last_checkpoint(run_training, monkeypatch, tmp_path):
+    write = FileSystemWriter.write_data
+
+    def write_twice(self, *args):
+        if "00000003" in str(self.path):
+            raise OSError("No space left on device")
+        return write(self, *args)
+
+    monkeypatch.setattr(FileSystemWriter, "write_data", write_twice)
+    with pytest.raises(RunFailed, match=r"(?s)step_00000003 could not be written: No space left.*step_00000002"):
+        run_training("run", "train.steps=3", "checkpoint.every=1")
+    assert checkpointing.step_of(checkpointing.latest(tmp_path / "run")) == 2
 
 
 def test_a_finished_run_is_not_overwritten(run_training):
