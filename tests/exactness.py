@@ -66,15 +66,16 @@ def compare(
 
     def fill(model):
         adapters = [name for name, _ in model.named_parameters() if "lora_" in name]
-        load_checkpoint(model, package.rules, package.checkpoint, headers, elsewhere=adapters)
+        read = load_checkpoint(model, package.rules, package.checkpoint, headers, elsewhere=adapters)
         if lora:
             reset_lora(model, torch.Generator().manual_seed(3))
             for module in model.modules():
                 if isinstance(module, LoRALinear):
                     module.lora_b.data.fill_(0.01)
+        return read
 
     reference = build("cpu")
-    fill(reference)
+    read = fill(reference)
     if pushes:
         push_routing(reference, pushes)
         model = build("cpu", recomputed)
@@ -84,7 +85,7 @@ def compare(
         model = build("meta", recomputed)
         parallelise(model, make_meshes(Layout(*layout), "cpu"))
         model.to_empty(device="cpu")
-        fill(model)
+        read = fill(model)
     vocabulary, rank, world = package.spec.vocabulary, dist.get_rank(), dist.get_world_size()
     every = [list(batches(vocabulary, other, accumulation)) for other in range(world)]
     valid = sum(int((labels != -100).sum()) for part in every for _, labels, _ in part)
@@ -126,5 +127,6 @@ def compare(
                 errors["gradients"], errors["where"] = error, name
     norm = torch.stack([p.grad.norm() for p in expected.values() if p.grad is not None]).norm()
     errors["norm"] = float(abs(gradient_norm(model.parameters()) - norm) / norm)
-    errors["layout"] = {name: str(p.placements) for name, p in model.named_parameters() if "experts" in name}
+    errors["read"] = read
+    errors["placements"] = {name: str(p.placements) for name, p in model.named_parameters() if "experts" in name}
     return errors

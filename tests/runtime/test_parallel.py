@@ -7,6 +7,8 @@ import ranks
 import tiny
 import torch
 
+from dayzero.runtime.package import load_package
+
 
 @pytest.fixture(scope="module")
 def packages(tmp_path_factory):
@@ -61,3 +63,17 @@ def test_equals_one_process(name, errors):
         for layer in result["counts"]:
             for expert, push in case.get("pushes", {}).items():
                 assert layer[expert] == (0 if push < 0 else sum(layer) // len(case["pushes"]))
+
+
+def test_each_rank_reads_its_own_bytes(errors, packages):
+    total = load_package(packages["mixtral"]).spec.checkpoint.bytes
+    assert sum(of_rank["ep2-efsdp2"]["read"] for of_rank in errors) == total
+    assert all(0.2 * total < of_rank["ep2-efsdp2"]["read"] < 0.3 * total for of_rank in errors)
+    replicated = sum(of_rank["replicate2-ep1"]["read"] for of_rank in errors)
+    assert total < replicated < 2 * total  # dense parameters twice, experts once
+
+
+def test_few_experts_are_sliced_and_many_are_dealt_out(errors):
+    sliced, dealt = (set(errors[0][name]["placements"].values()) for name in ("ep2-efsdp2", "recompute"))
+    assert sliced == {"(Shard(dim=1), Shard(dim=0))"}  # efsdp 2 over 3 experts of a rank, ep
+    assert dealt == {"(_StridedShard(dim=0, sf=2), Shard(dim=0))"}  # over 4
