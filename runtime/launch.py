@@ -3,6 +3,7 @@
 import logging
 import os
 import select
+import shutil
 import signal
 import sys
 import threading
@@ -70,6 +71,7 @@ def _run_processes(job: Job, nproc: int, restarts: int) -> None:
         if name.startswith("torch.distributed"):
             logging.getLogger(name).setLevel(logging.CRITICAL)
     start_server()
+    scratch = _logs(job) / "launcher"
     config = LaunchConfig(
         min_nodes=1,
         max_nodes=1,
@@ -80,7 +82,7 @@ def _run_processes(job: Job, nproc: int, restarts: int) -> None:
         max_restarts=restarts,
         monitor_interval=0.2,
         start_method="forkserver",
-        logs_specs=DefaultLogsSpecs(log_dir=str(_logs(job) / "launcher")),
+        logs_specs=DefaultLogsSpecs(log_dir=str(scratch)),
     )
     try:
         elastic_launch(config, _rank)(job, os.getpid())
@@ -99,6 +101,8 @@ def _run_processes(job: Job, nproc: int, restarts: int) -> None:
             raise _failed(job, rank, f"ended by {name}{hint}") from None
         message: Any = failure.message  # a dict if the rank raised, which torch's types do not say
         raise _failed(job, rank, message["message"] if isinstance(message, dict) else message) from None
+    finally:
+        shutil.rmtree(scratch, ignore_errors=True)
 
 
 def _rank(job: Job, launcher: int) -> None:

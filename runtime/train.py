@@ -5,6 +5,7 @@ import os
 import time
 from collections.abc import Sequence
 from contextlib import nullcontext
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -44,15 +45,16 @@ def train(job: Job, device: torch.device) -> None:
     if device.type == "cuda" and config.train.deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read at the first matrix product
     console = Console() if rank == 0 else Console(quiet=True)
+    say = partial(console.print, markup=False, highlight=False, soft_wrap=True)
     package = load_package(job.package, job.checkpoint)
     model = build_model(package, job, device)
     for line in (*job.notes, _description(package, model, job, device)):
-        console.print(line, markup=False, highlight=False, soft_wrap=True)
+        say(line)
     settings = config.optimizer
     optimizer = make_optimizer(model, settings.lr, settings.betas, settings.eps, settings.weight_decay)
-    done = checkpointing.restore(job.run, model, optimizer, console.print) if job.resume else 0
-    if rank == 0 and job.resume:
-        console.print(f"resuming after step {done}" if done else "no checkpoint yet: starting from step 0")
+    done = checkpointing.restore(job.run, model, optimizer, say) if job.resume else 0
+    if job.resume:
+        say(f"resuming after step {done}" if done else "no checkpoint yet: starting from step 0")
 
     # One packer rank for every batch of a step: the same data for 8 ranks as for 4 that accumulate 2.
     accumulation = config.train.accumulation

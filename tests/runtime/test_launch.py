@@ -73,6 +73,7 @@ def test_several_processes(whole):
     summary = json.loads(whole.text.splitlines()[-1])
     assert (summary["ok"], summary["steps"]) == (True, 10)
     assert [path.name for path in checkpointing.checkpoints(whole.run)] == ["step_00000010", "step_00000009"]
+    assert sorted(path.name for path in (whole.run / "logs").iterdir()) == ["rank_0.log", "rank_1.log"]
     assert [(step, evaluation is None) for step, *_, evaluation in comparable(whole.run)] == [
         (0, False), *((step, True) for step in range(1, 11)), (10, False),
     ]  # fmt: skip
