@@ -4,8 +4,11 @@ that a run that was killed goes on where it stopped.
 The graph's state is small plain data; what the steps make lies beside it as JSON files.
 """
 
+import contextlib
 import json
 import shutil
+import signal
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, TypedDict
@@ -144,6 +147,7 @@ class Run:
         self.checkpoint, self.target = checkpoint, out / name
         self.name, self.devices, self.hbm, self.align = name, devices, hbm, align
         self.state = out / ".state" / name
+        self.stopped = threading.Event()
 
     def request(self, identity: dict[str, Any]) -> dict[str, Any]:
         """What must be the same for an interrupted run to go on."""
@@ -172,7 +176,23 @@ def _graph(run: Run) -> Any:
 
     def teller(step: str) -> Callable[[str], None]:
         write = get_stream_writer()
-        return lambda line: write(Progress(step=step, line=line).model_dump())
+
+        def tell(line: str) -> None:
+            if run.stopped.is_set():
+                raise KeyboardInterrupt
+            write(Progress(step=step, line=line).model_dump())
+
+        return tell
+
+    def counter(step: str) -> Callable[[int, int], None]:
+        write = get_stream_writer()
+
+        def count(done: int, total: int) -> None:
+            if run.stopped.is_set():
+                raise KeyboardInterrupt
+            write(Progress(step=step, done=done, total=total).model_dump())
+
+        return count
 
     def read(state: State) -> State:
         checkpoint = read_checkpoint(run.checkpoint)
@@ -207,7 +227,6 @@ def _graph(run: Run) -> Any:
         return {}
 
     def align(state: State) -> State:
-        write = get_stream_writer()
         alignment = Alignment()
         if run.align:
             alignment = climb(
@@ -215,7 +234,7 @@ def _graph(run: Run) -> Any:
                 run.load("specification", Specification),
                 run.load("ledger", Ledger),
                 teller("align"),
-                lambda done, total: write(Progress(step="align", done=done, total=total).model_dump()),
+                counter("align"),
             )
         run.save("alignment", alignment)
         return {}
@@ -255,12 +274,13 @@ def execute(run: Run) -> Iterator[Progress | Outcome]:
     run.state.mkdir(parents=True, exist_ok=True)
     config: Any = {"configurable": {"thread_id": run.name}}
     try:
-        with SqliteSaver.from_conn_string(str(run.state / "graph.sqlite")) as saver:
+        with SqliteSaver.from_conn_string(str(run.state / "graph.sqlite")) as saver, _interruptible(run):
             graph = _graph(run).compile(checkpointer=saver)
             state = graph.get_state(config)
-            resumes = bool(state.next) and state.values.get("request") == request
+            # Not state.next: it is empty where a step finished after the interruption but before it was counted.
+            resumes = bool(state.tasks) and state.values.get("request") == request
             if resumes:
-                yield Progress(step=state.next[0], line="going on where the last run stopped")
+                yield Progress(step=state.tasks[0].name, line="going on where the last run stopped")
             else:
                 saver.delete_thread(run.name)
             stream = graph.stream(
@@ -282,6 +302,25 @@ def execute(run: Run) -> Iterator[Progress | Outcome]:
         raise
     _forget(run)
     yield Outcome(package=run.target, ledger=ledger, alignment=alignment, unproven=unproven)
+
+
+@contextlib.contextmanager
+def _interruptible(run: Run) -> Iterator[None]:
+    """An interruption also ends the step that is running, at its next line: langgraph waits for the step's thread."""
+    before = signal.getsignal(signal.SIGINT)
+    if threading.current_thread() is not threading.main_thread() or before in {None, signal.SIG_IGN}:
+        yield
+        return
+
+    def stop(number: int, frame: Any) -> None:
+        run.stopped.set()
+        raise KeyboardInterrupt
+
+    signal.signal(signal.SIGINT, stop)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 def _forget(run: Run) -> None:

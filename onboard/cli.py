@@ -1,6 +1,7 @@
 """The command `onboard`: run, inspect, plan, generate, align, check, report."""
 
 import json
+import math
 import re
 import sys
 from pathlib import Path
@@ -294,7 +295,12 @@ def _print_alignment(alignment: Any, details: bool = False) -> None:
 
 def _alignment_json(alignment: Any) -> dict[str, Any]:
     rungs = {
-        name: {"verdict": r.verdict, "worst": r.worst, "threshold": r.threshold, "where": r.where}
+        name: {
+            "verdict": r.verdict,
+            "worst": r.worst if math.isfinite(r.worst) else None,
+            "threshold": r.threshold,
+            "where": r.where,
+        }
         for name, r in alignment.rungs.items()
     }
     return {"rungs": rungs, "blocks": alignment.blocks}
@@ -325,7 +331,9 @@ def main() -> None:
         _end(str(error), 2, as_json)
     except Verdict:
         sys.exit(1)
-    except KeyboardInterrupt:
+    except (KeyboardInterrupt, SystemExit) as error:  # typer turns the first into an exit with 130
+        if isinstance(error, SystemExit) and error.code != 130:
+            raise
         _end("interrupted; the same command goes on where this one stopped", 130, as_json)
     except ModuleNotFoundError as error:
         hint = f"needs {error.name}: pip install 'dayzero[onboard]'"
@@ -335,5 +343,6 @@ def main() -> None:
 def _end(text: str, code: int, as_json: bool) -> None:
     print(text if code == 130 else f"error: {text}", file=sys.stderr)
     if as_json:
-        print(json.dumps({"command": sys.argv[1], "ok": False, "verdict": "ERROR", "package": None, "error": text}))
+        command = next((word for word in sys.argv[1:] if word in typer.main.get_command(app).commands), "run")
+        print(json.dumps({"command": command, "ok": False, "verdict": "ERROR", "package": None, "error": text}))
     sys.exit(code)

@@ -21,7 +21,8 @@ def _plain(events: Iterable[Any], console: Console) -> Any:
         last = event
         if isinstance(event, Event) and event.line:
             number = STEPS.index(event.step) + 1 if event.step in STEPS else 0
-            console.print(f"[{number}/{len(STEPS)}] {event.step}: {event.line}", markup=False, highlight=False)
+            line = f"[{number}/{len(STEPS)}] {event.step}: {event.line}"
+            console.print(line, markup=False, highlight=False, soft_wrap=True)
     return last
 
 
