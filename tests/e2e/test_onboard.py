@@ -2,6 +2,12 @@
 
 import contextlib
 import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from pathlib import Path
 
 import onboarded
 import pytest
@@ -137,9 +143,7 @@ def export(package, out):
     def read(parameter):
         return rules[parameter].read(reader, shapes)
 
-    return write_checkpoint(
-        out, package.checkpoint, package.rules, list(rules), lambda p: rules[p].read(reader, shapes)
-    )
+    return write_checkpoint(out, package.checkpoint, package.rules, list(rules), read)
 
 
 def tensors_of(folder):
@@ -195,3 +199,115 @@ def test_the_ladder_of_a_whole_run():
     with safe_open(made.checkpoint / "model.safetensors", "pt") as file:
         assert sum(group["count"] for group in index["groups"]) == len(list(file.keys()))
     assert {group["fate"] for group in index["groups"]} == {"mapped"}
+
+
+# --- the command, as processes --------------------------------------------------------------------------------------
+
+
+def start(*arguments, cwd, hash_seed="random"):
+    command = [Path(sys.executable).with_name("onboard"), *arguments]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONHASHSEED": str(hash_seed)}
+    pipe = subprocess.PIPE
+    return subprocess.Popen(command, cwd=cwd, env=environment, stdout=pipe, stderr=pipe, text=True)
+
+
+def contents(package):
+    """File name -> bytes of a package, without the link to its checkpoint."""
+    found = {}
+    for path in sorted(package.rglob("*")):
+        name = path.relative_to(package).as_posix()
+        if path.is_file() and "__pycache__" not in name and not name.startswith("checkpoint"):
+            found[name] = path.read_bytes()
+    return found
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["llama", pytest.param("mixtral", marks=pytest.mark.slow), pytest.param("qwen3_moe", marks=pytest.mark.slow)],
+)
+def test_the_same_checkpoint_gives_the_same_bytes(name, tmp_path):
+    """Another process, another place of the checkpoint, another output folder, another hash seed."""
+    made = onboarded.get(name, align=True)
+    elsewhere = Path(shutil.copytree(made.checkpoint, tmp_path / "moved" / "again"))
+    process = start(elsewhere, "-o", "packages", "--name", made.package.name, cwd=tmp_path, hash_seed=7)
+    out, err = process.communicate(timeout=120)
+    assert process.returncode == 0, out + err
+    package = tmp_path / "packages" / made.package.name
+    assert contents(package) == contents(made.package)
+    assert (package / "checkpoint").resolve() == elsewhere.resolve()
+    assert sorted(path.name for path in (tmp_path / "packages").iterdir()) == [made.package.name]
+    for text in contents(package).values():
+        assert str(tmp_path).encode() not in text
+
+
+def stop(process, line, how):
+    """Sends the signal once the process has written `line`; (exit code, standard error before, and after)."""
+    seen = []
+    for text in process.stderr:
+        seen.append(text)
+        if line in text:
+            process.send_signal(how)
+            break
+    _, rest = process.communicate(timeout=60)
+    assert line in seen[-1], "".join(seen)
+    return process.returncode, "".join(seen), rest
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("how", "line"),
+    [
+        (signal.SIGINT, "specify: proving"),
+        (signal.SIGINT, "align: L0"),
+        (signal.SIGTERM, "specify: varying rope"),
+        (signal.SIGKILL, "specify: proving"),
+        (signal.SIGKILL, "align: comparing"),
+    ],
+)
+def test_a_run_that_was_stopped_goes_on_and_gives_the_same_bytes(how, line, tmp_path):
+    made = onboarded.get("llama", align=True)
+    arguments = (made.checkpoint, "-o", "out", "--name", made.package.name)
+    code, _, after = stop(start(*arguments, cwd=tmp_path), line, how)
+    assert not (tmp_path / "out" / made.package.name).exists()
+    assert [path.name for path in (tmp_path / "out").iterdir()] == [".state"]
+    if how is signal.SIGINT:
+        assert code == 130
+        said = [text for text in after.splitlines() if not text.startswith("[")]
+        assert said == ["interrupted; the same command goes on where this one stopped"]
+        assert after.count("\n") <= 3, "it went on for a while"
+    again = start(*arguments, cwd=tmp_path)
+    out, err = again.communicate(timeout=120)
+    assert again.returncode == 0, out + err
+    assert "going on where the last run stopped" in err
+    assert ("specify: proving" in err) == line.startswith("specify")
+    assert contents(tmp_path / "out" / made.package.name) == contents(made.package)
+    assert [path.name for path in (tmp_path / "out").iterdir()] == [made.package.name]
+
+
+@pytest.mark.slow
+def test_what_changed_since_the_interruption_starts_anew(tmp_path):
+    """State of another checkpoint or other settings is never continued."""
+    made = onboarded.get("llama", align=True)
+    checkpoint = Path(shutil.copytree(made.checkpoint, tmp_path / "checkpoint"))
+    arguments = (checkpoint, "-o", "out", "--name", made.package.name)
+    stop(start(*arguments, cwd=tmp_path), "align: comparing", signal.SIGKILL)
+    config = json.loads((checkpoint / "config.json").read_text())
+    (checkpoint / "config.json").write_text(json.dumps({**config, "rms_norm_eps": 3e-5}))
+    again = start(*arguments, cwd=tmp_path)
+    out, err = again.communicate(timeout=120)
+    assert again.returncode == 0, out + err
+    assert "going on" not in err
+    assert "eps=3e-05" in (tmp_path / "out" / made.package.name / "model.py").read_text()
+
+
+@pytest.mark.slow
+def test_a_damaged_state_is_not_the_end(tmp_path):
+    made = onboarded.get("llama", align=True)
+    arguments = (made.checkpoint, "-o", "out", "--name", made.package.name)
+    stop(start(*arguments, cwd=tmp_path), "align: comparing", signal.SIGKILL)
+    for file in (tmp_path / "out" / ".state" / made.package.name).iterdir():
+        file.write_bytes(file.read_bytes()[: file.stat().st_size // 2])
+    again = start(*arguments, cwd=tmp_path)
+    out, err = again.communicate(timeout=120)
+    assert again.returncode == 0, out + err
+    assert contents(tmp_path / "out" / made.package.name) == contents(made.package)
