@@ -7,6 +7,7 @@ the folder take its name. A folder that has its name is never written again. It 
 optimizer state; randomness is a function of (seed, step, rank), so the step number stands for it.
 """
 
+import functools
 import hashlib
 import json
 import os
@@ -22,7 +23,7 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystemReader
-from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
 from dayzero.runtime.errors import InputError
 
@@ -128,10 +129,18 @@ def load_full(checkpoint: Path) -> Mapping[str, Tensor]:
     return _FullTensors(checkpoint)
 
 
+class _ReaderOfOne(FileSystemReader):
+    """Reads the metadata once: it lists every tensor, and a load asks for it twice."""
+
+    @functools.cache  # noqa: B019  a reader lives as long as its mapping
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        return super().read_metadata(*args, **kwargs)
+
+
 class _FullTensors(Mapping[str, Tensor]):
     def __init__(self, checkpoint: Path):
-        self.checkpoint = checkpoint
-        entries = FileSystemReader(checkpoint).read_metadata().state_dict_metadata
+        self.reader = _ReaderOfOne(checkpoint)
+        entries = self.reader.read_metadata().state_dict_metadata
         self.entries = {
             name.removeprefix(MODEL): entry
             for name, entry in entries.items()
@@ -143,7 +152,7 @@ class _FullTensors(Mapping[str, Tensor]):
         tensor = torch.empty(entry.size, dtype=entry.properties.dtype)
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "torch.distributed is disabled")
-            state_dict_loader.load({MODEL + name: tensor}, checkpoint_id=str(self.checkpoint), no_dist=True)
+            state_dict_loader.load({MODEL + name: tensor}, storage_reader=self.reader, no_dist=True)
         return tensor
 
     def __iter__(self) -> Iterator[str]:

@@ -58,6 +58,13 @@ def prepare(
     if False (only one of several processes writes). Raises InputError.
     """
     made = load_package(package, checkpoint)
+    if made.verdict == "FAIL":
+        raise InputError(
+            str(made.folder),
+            found="a package whose alignment FAILED",
+            expected="one that reproduces its reference",
+            hint=f"Read {made.folder / 'REPORT.md'}: training it would train another model than the checkpoint's.",
+        )
     before = _record_of(run) if resume else {}
     file = made.folder / "train.yaml"
     config = load_config(before.get("config", file if file.is_file() else None), overrides)

@@ -1,29 +1,33 @@
 """A generated package: the adapter of one checkpoint, as files."""
 
 import importlib.util
+import json
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
 
+from pydantic import ValidationError
+
 from dayzero.runtime.errors import InputError
 from dayzero.runtime.nn import CausalLM
 from dayzero.runtime.spec import ModelSpec
 from dayzero.runtime.weights import Rule
-from pydantic import ValidationError
 
 
 @dataclass(frozen=True)
 class Package:
     """folder: generated/<name>. build: the model on torch's current default device, parameters uninitialised.
-    rules: its weight rules. checkpoint: where the weights are, None if the local link is gone."""
+    rules: its weight rules. checkpoint: where the weights are, None if the local link is gone. verdict: of the
+    alignment that onboarding recorded, None if it recorded none."""
 
     folder: Path
     spec: ModelSpec
     build: Callable[[], CausalLM]
     rules: list[Rule]
     checkpoint: Path | None
+    verdict: str | None = None
 
 
 def load_package(folder: Path, checkpoint: Path | None = None) -> Package:
@@ -49,7 +53,20 @@ def load_package(folder: Path, checkpoint: Path | None = None) -> Package:
     link = folder / "checkpoint"
     if checkpoint is None and link.is_dir():
         checkpoint = link.resolve()
-    return Package(folder, spec, model.build, weights.RULES, checkpoint)
+    return Package(folder, spec, model.build, weights.RULES, checkpoint, _verdict(folder))
+
+
+def _verdict(folder: Path) -> str | None:
+    """The worst verdict of the rungs in onboard.lock."""
+    lock = folder / "onboard.lock"
+    if not lock.is_file():
+        return None
+    try:
+        rungs = json.loads(lock.read_text())["alignment"]["rungs"]
+        verdicts = {rung["verdict"] for rung in rungs.values()}
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise InputError(str(lock), found=f"no alignment ({error})", expected="what onboard wrote") from None
+    return next((verdict for verdict in ("FAIL", "UNVERIFIED", "WARN", "PASS") if verdict in verdicts), None)
 
 
 def _load_module(file: Path) -> ModuleType:
