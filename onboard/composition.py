@@ -71,7 +71,7 @@ def prove_model(
         verdict = prove(_ROLE_OF_PART[role], site_of(parts.calls, path, reference.config), generator)
         attempts[path] = verdict.attempts
         if not verdict.survivors:
-            nearest = sorted(verdict.attempts, key=lambda attempt: attempt.error)[:3]
+            nearest = sorted(verdict.attempts, key=lambda attempt: (not attempt.thorough, attempt.error))[:3]
             tried = [f"{a.candidate.block}: {a.objection}" for a in nearest]
             kind = type(parts.calls[path].module).__name__
             why = f"no block reproduces {kind}" if tried else f"no block here is like {kind}"

@@ -27,12 +27,14 @@ _WEIGHT_GAINS = (1.0, 2.5)
 
 @dataclass
 class Attempt:
-    """One candidate and how it fared. error: worst relative error so far; objection: why it was rejected, if it was."""
+    """One candidate and how it fared. error: worst relative error so far; objection: why it was rejected, if it was.
+    thorough: whether it held on the captured input, so that it was tried on others too."""
 
     candidate: Candidate
     error: float
     where: str
     objection: str = ""
+    thorough: bool = False
 
     @property
     def proven(self) -> bool:
@@ -102,6 +104,7 @@ def prove(role: str, site: Site, generator: torch.Generator) -> Verdict:
     for rival in rivals:
         final = attempt(rival.candidate, site, generator, thorough=True)
         rival.error, rival.where, rival.objection = max(rival.error, final.error), final.where, final.objection
+        rival.thorough = True
     return verdict
 
 
@@ -151,9 +154,16 @@ def _trials(site: Site, generator: torch.Generator) -> Iterator[tuple[str, Tenso
     """(name, hidden input, gain to redraw the weights with before, None to keep them)."""
     yield "captured input", site.call.hidden, None
     for gain in _WEIGHT_GAINS:
-        for position, scale in enumerate(_INPUT_SCALES):
+        for position, scale in enumerate((*_INPUT_SCALES, *_beyond_limits(site))):
             hidden = torch.randn(site.call.hidden.shape, generator=generator, dtype=torch.float64) * scale
             yield f"input x{scale:g}, weights x{gain:g}", hidden, gain if position == 0 else None
+
+
+def _beyond_limits(site: Site) -> list[float]:
+    """Input scales at which the large limits of the trace are passed; the small ones are passed anyway."""
+    if "clamp" not in site.operations.steps:
+        return []
+    return [3 * value for value in sorted(site.operations.constants) if 10 < value < 1e12]
 
 
 def _load(block: nn.Module, candidate: Candidate, site: Site) -> float:

@@ -101,7 +101,8 @@ def specify(
 
 def _tried(path: str, attempts: list[Attempt]) -> Tried:
     best = next(attempt for attempt in attempts if attempt.proven)
-    failed = sorted((attempt for attempt in attempts if not attempt.proven), key=lambda attempt: attempt.error)
+    failed = [attempt for attempt in attempts if not attempt.proven]
+    failed.sort(key=lambda attempt: (not attempt.thorough, attempt.error))
     return Tried(
         module=path,
         block=best.candidate.block,

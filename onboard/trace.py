@@ -43,10 +43,26 @@ _ARITHMETIC = {
     "add", "mul", "div", "pow", "sqrt", "rsqrt", "exp", "log", "neg", "abs", "tanh", "silu", "gelu", "relu", "sigmoid",
     "softplus", "clamp", "sin", "cos", "topk", "sort", "cumsum", "logsumexp", "erf", "max", "min", "maximum", "minimum",
     "log_softmax", "amax", "var", "var_mean", "native_layer_norm", "sign", "floor", "round", "convolution", "exp2",
+    "gt", "ge", "lt", "le", "eq", "ne",
 }  # fmt: skip
 # Linear bookkeeping that either side may do any number of times: copies of heads, masks, weighted sums.
 _FREE = {"add", "mul", "matmul"}
-_SCALAR_ARGUMENTS = {"add", "sub", "rsub", "mul", "div", "pow", "clamp", "clamp_min", "clamp_max", "softplus"}
+_SCALAR_ARGUMENTS = {
+    "add",
+    "sub",
+    "rsub",
+    "mul",
+    "div",
+    "pow",
+    "clamp",
+    "clamp_min",
+    "clamp_max",
+    "softplus",
+    "gt",
+    "ge",
+    "lt",
+    "le",
+}
 
 
 @dataclass

@@ -165,8 +165,9 @@ def _windows(site: Site) -> list[Evidence]:
 
 
 def _clips(site: Site) -> list[Evidence]:
-    """Bounds of a clamp in the trace, else none."""
+    """Bounds of a clamp in the trace, and none: the clamp may be another one."""
     if "clamp" not in site.operations.steps:
         return [literal(None, "no clamp in the trace")]
     values = sorted(value for value in site.operations.constants if value > 0)
-    return [evidence for value in values for evidence in site.explain(value)[:1]]
+    bounds = [evidence for value in values for evidence in site.explain(value)[:1]]
+    return [*bounds, literal(None, "the clamp in the trace is no clip")]

@@ -44,13 +44,19 @@ def _positions(call: Call, table: Tensor) -> Tensor | None:
 
 
 def _thetas(config: Any) -> Iterator[Evidence]:
-    """Numbers of the config's rotary settings."""
-    settings = getattr(config, "rope_parameters", None) or {}
-    for name, value in sorted(settings.items()):
-        if isinstance(value, (int, float)) and not isinstance(value, bool) and value > 1:
+    """Numbers above 1 that the config holds: those of its rotary settings first."""
+    for name, value in sorted((getattr(config, "rope_parameters", None) or {}).items()):
+        if _is_base(value):
             yield Evidence(
                 f"config rope_parameters.{name}", lambda module, config, name=name: float(config.rope_parameters[name])
             )
+    for name, value in sorted(config.to_dict().items()):
+        if _is_base(value):
+            yield Evidence(f"config {name}", lambda module, config, name=name: float(getattr(config, name)))
+
+
+def _is_base(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and 1 < value < float("inf")
 
 
 def _agrees(candidate: Candidate, call: Call, position: Tensor, config: Any) -> bool:
