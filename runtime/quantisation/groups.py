@@ -1,0 +1,114 @@
+"""Which tensors of a checkpoint are one quantised weight: decided for each by names, dtypes and shapes.
+
+The config's own lists of what is quantised are not asked: they have been wrong.
+"""
+
+from collections.abc import Iterator, Mapping
+from typing import NamedTuple, Protocol
+
+from dayzero.runtime.errors import InputError
+from dayzero.runtime.quantisation import fp8, int4, mxfp4, nvfp4
+from dayzero.runtime.quantisation.format import Format, Shape, decoded_shape
+
+EXACT_IN_BF16 = {mxfp4.PACKED.name, mxfp4.BLOCKS.name, fp8.MX.name, fp8.UE8M0.name}
+BYTES = ("U8", "I8")
+POWERS = ("F8_E8M0", "U8")
+NUMBERS = ("F32", "BF16", "F16")
+
+
+class QuantizedTensor(NamedTuple):
+    """One weight and what it is stored as.
+
+    format: a name of `FORMATS`. parts: role -> name of the stored tensor. shape: of the weight. dtype: the narrower of
+    "BF16" and "F32" that holds its values (of power-of-two scales, those in bfloat16's normal range).
+    """
+
+    format: str
+    parts: dict[str, str]
+    shape: Shape
+    dtype: str
+
+
+class Header(Protocol):
+    @property
+    def dtype(self) -> str: ...
+    @property
+    def shape(self) -> Shape: ...
+
+
+def quantised_groups(headers: Mapping[str, Header]) -> dict[str, QuantizedTensor]:
+    """Weight name -> its parts, for every quantised weight. The name is the one it has where it is not quantised:
+    `w1.weight` for `w1.weight_packed`, `gate_up_proj` for `gate_up_proj_blocks`.
+
+    Raises InputError where scales are no grid over their weight. A tensor in a quantised dtype without scales, or with
+    zero points, belongs to no group.
+    """
+    groups: dict[str, QuantizedTensor] = {}
+    shapes_seen: dict[tuple, Shape] = {}
+    for name in headers:
+        for weight, made, parts in _candidates(name, headers):
+            shapes = {role: tuple(headers[part].shape) for role, part in parts.items()}
+            key = (made.name, *shapes.items())
+            if key not in shapes_seen:
+                try:
+                    shapes_seen[key] = decoded_shape(made, shapes)
+                except ValueError as error:
+                    raise InputError(name, found=str(error), expected=f"a weight stored as {made.name}") from None
+            dtype = "BF16" if made.name in EXACT_IN_BF16 else "F32"
+            groups[weight] = QuantizedTensor(made.name, parts, shapes_seen[key], dtype)
+    return groups
+
+
+def _candidates(name: str, headers: Mapping[str, Header]) -> Iterator[tuple[str, Format, dict[str, str]]]:
+    """(weight, format, parts) if `name` holds the codes of one."""
+    dtype = headers[name].dtype
+    if dtype == "F8_E4M3":
+        yield from _fp8(name, headers)
+    elif name.endswith("weight_packed"):
+        yield from _packed(name.removesuffix("_packed"), name, headers)
+    elif dtype in BYTES:
+        if name.endswith("_blocks"):
+            weight = name.removesuffix("_blocks")
+            if _dtype(headers, f"{weight}_scales") in POWERS:
+                yield weight, mxfp4.BLOCKS, {"blocks": name, "scales": f"{weight}_scales"}
+        elif name.endswith("weight"):
+            yield from _packed(name, name, headers)
+
+
+def _fp8(name: str, headers: Mapping[str, Header]) -> Iterator[tuple[str, Format, dict[str, str]]]:
+    for scale in (f"{name}_scale_inv", f"{name}_scale", f"{name.removesuffix('weight')}scale"):
+        dtype = _dtype(headers, scale)
+        parts = {"weight": name, "scale": scale}
+        if dtype in NUMBERS:
+            yield name, fp8.BLOCK, parts
+            return
+        if dtype in POWERS:
+            columns, count = headers[name].shape[-1:], headers[scale].shape[-1:]
+            rows_apart = tuple(headers[name].shape[:-1]) == tuple(headers[scale].shape[:-1])
+            micro = rows_apart and bool(columns) and -(-columns[0] // 32) == count[0]
+            yield name, fp8.MX if micro else fp8.UE8M0, parts
+            return
+
+
+def _packed(weight: str, codes: str, headers: Mapping[str, Header]) -> Iterator[tuple[str, Format, dict[str, str]]]:
+    if f"{weight}_zero_point" in headers:
+        return
+    for scale in (f"{weight}_scale", f"{weight.removesuffix('weight')}scale"):
+        dtype = _dtype(headers, scale)
+        parts = {"packed": codes, "scale": scale}
+        if headers[codes].dtype == "I32" and dtype in NUMBERS:
+            shape = {"shape": f"{weight}_shape"} if f"{weight}_shape" in headers else {}
+            yield weight, int4.PACKED, parts | shape
+            return
+        if headers[codes].dtype in BYTES and dtype in POWERS:
+            yield weight, mxfp4.PACKED, parts
+            return
+        if headers[codes].dtype in BYTES and dtype == "F8_E4M3":
+            for role, other in ((nvfp4.DIVISOR, f"{weight}_global_scale"), (nvfp4.FACTOR, f"{weight}_scale_2")):
+                if other in headers:
+                    yield weight, nvfp4.PACKED, {**parts, role: other}
+                    return
+
+
+def _dtype(headers: Mapping[str, Header], name: str) -> str | None:
+    return headers[name].dtype if name in headers else None

@@ -1,0 +1,14 @@
+"""MXFP4: E2M1 codes, an E8M0 scale for 32 columns (OCP Microscaling Formats 1.0, section 5.2).
+
+`mxfp4_packed`: two columns a byte, [..., R, C/2], as compressed-tensors' `weight_packed` and `weight_scale`, or as an
+int8 `weight` with a `scale`. `mxfp4_blocks`: the same bytes by group, [..., R, C/32, 16], as gpt-oss' `_blocks` and
+`_scales`.
+"""
+
+from dayzero.runtime.quantisation import e2m1, e8m0
+from dayzero.runtime.quantisation.format import Format
+
+GROUP = 32
+
+PACKED = Format("mxfp4_packed", "packed", "scale", 2, e2m1.unpack, lambda scales, _: e8m0.unpack(scales))
+BLOCKS = Format("mxfp4_blocks", "blocks", "scales", 2, e2m1.unpack, lambda scales, _: e8m0.unpack(scales), inner=16)
