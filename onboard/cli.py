@@ -102,9 +102,8 @@ def _run(
     verdict = outcome.alignment.verdict if align else "UNVERIFIED"
     ok = verdict in {"PASS", "WARN"} or not align
     _print_alignment(outcome.alignment)
-    print(
-        f"{outcome.package}: {verdict}. Read {outcome.package / 'REPORT.md'} or open {outcome.package / 'report.html'}"
-    )
+    print(f"{outcome.package}: {verdict}")
+    print(f"read {outcome.package / 'REPORT.md'}, or open report.html beside it")
     result = _alignment_json(outcome.alignment)
     assert outcome.ledger is not None
     summary = {"package": str(outcome.package), **outcome.ledger.summary()}

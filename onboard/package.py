@@ -1,9 +1,9 @@
 """Work on a package that is there already: align it again, check that it is as generated."""
 
+import hashlib
 from collections.abc import Callable
 from pathlib import Path
 
-import yaml
 from pydantic import ValidationError
 
 from dayzero.onboard.agent import climb, read_lock, specify_checkpoint
@@ -11,7 +11,7 @@ from dayzero.onboard.align import Alignment
 from dayzero.onboard.checkpoint import read_checkpoint
 from dayzero.onboard.classify import Ledger
 from dayzero.onboard.composition import NotProven
-from dayzero.onboard.generate import VERSION, render_package
+from dayzero.onboard.generate import LOCK, VERSION, render_package
 from dayzero.onboard.install import LINK, compare, install, read_decisions
 from dayzero.onboard.report import Findings
 from dayzero.onboard.specify import Tried
@@ -20,6 +20,7 @@ from dayzero.runtime.errors import InputError
 from dayzero.runtime.load import check_same_checkpoint
 from dayzero.runtime.package import load_package
 from dayzero.runtime.plan import read_plan
+from dayzero.runtime.spec import ModelSpec
 
 
 def align_package(folder: Path, checkpoint: Path | None, tell: Callable[[str], None]) -> tuple[Alignment, list[Tried]]:
@@ -65,44 +66,43 @@ def align_package(folder: Path, checkpoint: Path | None, tell: Callable[[str], N
 def check_package(folder: Path) -> list[str]:
     """Renders the package again from what it recorded and compares every byte: one line a difference, [] for none.
 
-    With the checkpoint at hand, its headers are compared too. Raises InputError for a package of another version.
+    Nothing of the package is run. With the checkpoint at hand, its headers are compared too. Raises InputError for a
+    package of another version, or one whose lock cannot be read.
     """
     lock = read_lock(folder)
     if lock.get("version") != VERSION:
         raise InputError(
-            str(folder / "onboard.lock"),
+            str(folder / LOCK),
             found=f"written by version {lock.get('version')}",
             expected=f"version {VERSION}, which this is",
             hint="Run onboard again.",
         )
     try:
-        package = load_package(folder)
-        files = render_package(
-            package.spec,
-            Ledger.model_validate_json((folder / "ledger.json").read_text()),
-            read_plan(folder / "plan.yaml"),
-            load_config(folder / "train.yaml"),
-            Findings.model_validate(lock["findings"]),
-            Alignment.model_validate(lock["alignment"]),
-        )
-    except (ValidationError, KeyError, OSError, yaml.YAMLError, SyntaxError, ValueError) as error:
-        return [f"the package cannot be read: {str(error).splitlines()[0]}"]
-    differences = compare(folder, files)
-    recorded = lock["files"]
-    differences += [
-        f"{name}: not what onboard.lock recorded"
-        for name in sorted(files)
-        if name in recorded and not _same(folder, name, recorded)
-    ]
-    if package.checkpoint is not None:
-        source = read_checkpoint(package.checkpoint)
-        if source.identity() != package.spec.checkpoint:
-            differences.append(f"{LINK}: the checkpoint is not the one that this package was made from")
-    return sorted(set(differences))
+        recorded = {name: str(digest) for name, digest in lock["files"].items()}
+        findings, alignment = Findings.model_validate(lock["findings"]), Alignment.model_validate(lock["alignment"])
+    except (ValidationError, KeyError, AttributeError):
+        return [f"{LOCK}: not what onboard writes"]
+    differences = {name: line for name, digest in recorded.items() if (line := _difference(folder, name, digest))}
+    if not differences.keys() & set(_RENDERED_FROM):
+        try:
+            spec = ModelSpec.model_validate_json((folder / "spec.json").read_bytes())
+            ledger = Ledger.model_validate_json((folder / "ledger.json").read_bytes())
+            plan, train = read_plan(folder / "plan.yaml"), load_config(folder / "train.yaml")
+        except (ValidationError, OSError) as error:
+            return [f"{LOCK}: lists files that onboard does not write ({str(error).splitlines()[0]})"]
+        files = render_package(spec, ledger, plan, train, findings, alignment)
+        differences |= {line.split(":")[0]: line for line in compare(folder, files)}
+        if (folder / LINK).is_dir() and read_checkpoint(folder / LINK).identity() != spec.checkpoint:
+            differences[LINK] = f"{LINK}: not the checkpoint that this package was made from"
+    return [differences[name] for name in sorted(differences)]
 
 
-def _same(folder: Path, name: str, recorded: dict[str, str]) -> bool:
-    import hashlib
+_RENDERED_FROM = ("spec.json", "ledger.json", "plan.yaml", "train.yaml")
 
-    file = folder / name
-    return file.is_file() and hashlib.sha256(file.read_bytes()).hexdigest() == recorded[name]
+
+def _difference(folder: Path, name: str, recorded: str) -> str:
+    """What is wrong with a file by the digest that the lock recorded, "" for nothing."""
+    if not (folder / name).is_file():
+        return f"{name}: missing"
+    found = hashlib.sha256((folder / name).read_bytes()).hexdigest()
+    return "" if found == recorded else f"{name}: changed (sha256 {found[:12]}, {LOCK} has {recorded[:12]})"

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from dayzero.onboard.candidates import Candidate
 from dayzero.onboard.composition import NotProven, Unproven, load_reference, prove_model, specification_of
 from dayzero.onboard.config_fields import IRRELEVANT, RENAMED
 from dayzero.onboard.interventions import Intervention, intervene
@@ -109,8 +110,23 @@ def _tried(path: str, attempts: list[Attempt]) -> Tried:
         error=best.error,
         where=best.where,
         candidates=len(attempts),
-        misses=[f"{attempt.candidate.block}: {attempt.objection}" for attempt in failed[:3]],
+        misses=[f"{_difference(attempt.candidate, best.candidate)}: {attempt.objection}" for attempt in failed[:5]],
     )
+
+
+def _difference(candidate: Candidate, best: Candidate) -> str:
+    """What the candidate claims that the best one does not."""
+    if candidate.block != best.block:
+        return candidate.block
+    claims = [
+        f"{name} from {evidence.label}"
+        for name, evidence in candidate.arguments.items()
+        if name not in best.arguments or best.arguments[name].label != evidence.label
+    ]
+    claims += [
+        f"{name} is {source}" for name, source in candidate.parameters.items() if best.parameters.get(name) != source
+    ]
+    return f"{candidate.block} with {', '.join(claims)}"
 
 
 def small_summary(small: Mapping[str, Any]) -> str:
