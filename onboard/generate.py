@@ -206,6 +206,7 @@ def render_package(
         "alignment": alignment.model_dump(mode="json"),
         "files": {name: _sha256(text) for name, text in sorted(files.items())},
     }
+    lock["sha256"] = _sha256(canonical_json(lock))  # of all that stands above it
     return {**files, LOCK: canonical_json(lock)}
 
 

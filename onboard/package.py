@@ -11,7 +11,7 @@ from dayzero.onboard.align import Alignment
 from dayzero.onboard.checkpoint import read_checkpoint
 from dayzero.onboard.classify import Ledger
 from dayzero.onboard.composition import NotProven
-from dayzero.onboard.generate import LOCK, VERSION, render_package
+from dayzero.onboard.generate import LOCK, VERSION, render_package, templates_sha256
 from dayzero.onboard.install import LINK, compare, install, read_decisions
 from dayzero.onboard.report import Findings
 from dayzero.onboard.specify import Tried
@@ -77,6 +77,8 @@ def check_package(folder: Path) -> list[str]:
             expected=f"version {VERSION}, which this is",
             hint="Run onboard again.",
         )
+    if lock.get("templates_sha256") != templates_sha256():
+        return [f"{LOCK}: written by other templates than these; run onboard again"]
     try:
         recorded = {name: str(digest) for name, digest in lock["files"].items()}
         findings, alignment = Findings.model_validate(lock["findings"]), Alignment.model_validate(lock["alignment"])
