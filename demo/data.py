@@ -17,7 +17,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 
-SHORTEST, LONGEST = 40, 1200  # characters of an answer
+SHORTEST, LONGEST = 40, 300  # characters of an answer
 HELD_OUT = 20  # one row in so many
 QUESTIONS = {
     "callable": [
