@@ -50,7 +50,7 @@ def test_the_same_seed_gives_the_same_files(files, tmp_path):
 
 def test_names_are_the_ones_people_use(docstrings):
     known = {name: (kind, text) for name, kind, text in docstrings}
-    assert {"os.path.join", "os.getcwd", "str.split", "collections.OrderedDict.move_to_end"} <= known.keys()
+    assert {"os.path.join", "os.getcwd", "str.isdigit", "collections.OrderedDict.move_to_end"} <= known.keys()
     assert (known["os.path.join"][0], known["csv.Dialect"][0]) == ("callable", "class")
     assert not {name.split(".")[0] for name in known} & data.SKIPPED
 
