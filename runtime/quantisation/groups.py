@@ -3,7 +3,7 @@
 The config's own lists of what is quantised are not asked: they have been wrong.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import NamedTuple, Protocol
 
 from dayzero.runtime.errors import InputError
@@ -44,71 +44,75 @@ def quantised_groups(headers: Mapping[str, Header]) -> dict[str, QuantizedTensor
     zero points, belongs to no group.
     """
     groups: dict[str, QuantizedTensor] = {}
-    shapes_seen: dict[tuple, Shape] = {}
-    for name in headers:
-        for weight, made, parts in _candidates(name, headers):
-            shapes = {role: tuple(headers[part].shape) for role, part in parts.items()}
-            key = (made.name, *shapes.items())
-            if key not in shapes_seen:
-                try:
-                    shapes_seen[key] = decoded_shape(made, shapes)
-                except ValueError as error:
-                    raise InputError(name, found=str(error), expected=f"a weight stored as {made.name}") from None
-            dtype = "BF16" if made.name in EXACT_IN_BF16 else "F32"
-            groups[weight] = QuantizedTensor(made.name, parts, shapes_seen[key], dtype)
+    known: dict[tuple, tuple[Shape, str]] = {}
+    for name, header in headers.items():
+        found = _group_of(name, header.dtype, headers)
+        if found is None:
+            continue
+        weight, made, parts = found
+        key = (made.name, *[headers[part].shape for part in parts.values()])
+        if key not in known:
+            try:
+                shape = decoded_shape(made, {role: tuple(headers[part].shape) for role, part in parts.items()})
+            except ValueError as error:
+                raise InputError(name, found=str(error), expected=f"a weight stored as {made.name}") from None
+            known[key] = (shape, "BF16" if made.name in EXACT_IN_BF16 else "F32")
+        groups[weight] = QuantizedTensor(made.name, parts, *known[key])
     return groups
 
 
-def _candidates(name: str, headers: Mapping[str, Header]) -> Iterator[tuple[str, Format, dict[str, str]]]:
+Group = tuple[str, Format, dict[str, str]]
+
+
+def _group_of(name: str, dtype: str, headers: Mapping[str, Header]) -> Group | None:
     """(weight, format, parts) if `name` holds the codes of one."""
-    dtype = headers[name].dtype
     if dtype == "F8_E4M3":
-        yield from _fp8(name, headers)
-    elif name.endswith("weight_packed"):
-        yield from _packed(name.removesuffix("_packed"), name, headers)
-    elif dtype in BYTES:
-        if name.endswith("_blocks"):
-            weight = name.removesuffix("_blocks")
-            if _dtype(headers, f"{weight}_scales") in POWERS:
-                yield weight, mxfp4.BLOCKS, {"blocks": name, "scales": f"{weight}_scales"}
-        elif name.endswith("weight"):
-            yield from _packed(name, name, headers)
+        return _fp8(name, headers)
+    if name.endswith("weight_packed"):
+        return _packed(name.removesuffix("_packed"), name, headers)
+    if dtype not in BYTES:
+        return None
+    if name.endswith("weight"):
+        return _packed(name, name, headers)
+    if name.endswith("_blocks"):
+        weight = name.removesuffix("_blocks")
+        if _dtype(headers, f"{weight}_scales") in POWERS:
+            return weight, mxfp4.BLOCKS, {"blocks": name, "scales": f"{weight}_scales"}
+    return None
 
 
-def _fp8(name: str, headers: Mapping[str, Header]) -> Iterator[tuple[str, Format, dict[str, str]]]:
+def _fp8(name: str, headers: Mapping[str, Header]) -> Group | None:
     for scale in (f"{name}_scale_inv", f"{name}_scale", f"{name.removesuffix('weight')}scale"):
         dtype = _dtype(headers, scale)
         parts = {"weight": name, "scale": scale}
         if dtype in NUMBERS:
-            yield name, fp8.BLOCK, parts
-            return
+            return name, fp8.BLOCK, parts
         if dtype in POWERS:
-            columns, count = headers[name].shape[-1:], headers[scale].shape[-1:]
-            rows_apart = tuple(headers[name].shape[:-1]) == tuple(headers[scale].shape[:-1])
-            micro = rows_apart and bool(columns) and -(-columns[0] // 32) == count[0]
-            yield name, fp8.MX if micro else fp8.UE8M0, parts
-            return
+            weight, grid = headers[name].shape, headers[scale].shape
+            micro = len(weight) > 1 and tuple(grid) == (*weight[:-1], -(-weight[-1] // 32))
+            return name, fp8.MX if micro else fp8.UE8M0, parts
+    return None
 
 
-def _packed(weight: str, codes: str, headers: Mapping[str, Header]) -> Iterator[tuple[str, Format, dict[str, str]]]:
+def _packed(weight: str, codes: str, headers: Mapping[str, Header]) -> Group | None:
     if f"{weight}_zero_point" in headers:
-        return
+        return None
+    held = headers[codes].dtype
     for scale in (f"{weight}_scale", f"{weight.removesuffix('weight')}scale"):
         dtype = _dtype(headers, scale)
         parts = {"packed": codes, "scale": scale}
-        if headers[codes].dtype == "I32" and dtype in NUMBERS:
+        if held in BYTES and dtype in POWERS:
+            return weight, mxfp4.PACKED, parts
+        if held == "I32" and dtype in NUMBERS:
             shape = {"shape": f"{weight}_shape"} if f"{weight}_shape" in headers else {}
-            yield weight, int4.PACKED, parts | shape
-            return
-        if headers[codes].dtype in BYTES and dtype in POWERS:
-            yield weight, mxfp4.PACKED, parts
-            return
-        if headers[codes].dtype in BYTES and dtype == "F8_E4M3":
+            return weight, int4.PACKED, parts | shape
+        if held in BYTES and dtype == "F8_E4M3":
             for role, other in ((nvfp4.DIVISOR, f"{weight}_global_scale"), (nvfp4.FACTOR, f"{weight}_scale_2")):
                 if other in headers:
-                    yield weight, nvfp4.PACKED, {**parts, role: other}
-                    return
+                    return weight, nvfp4.PACKED, {**parts, role: other}
+    return None
 
 
 def _dtype(headers: Mapping[str, Header], name: str) -> str | None:
-    return headers[name].dtype if name in headers else None
+    found = headers.get(name)
+    return None if found is None else found.dtype

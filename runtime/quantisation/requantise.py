@@ -3,9 +3,10 @@
 A block whose values are still what its bytes stand for keeps these bytes, so what was not trained comes back bit for
 bit, whatever tool wrote it. Any other block gets a new scale:
 
-- FP8 and INT4: the largest magnitude becomes the largest code (448; 7.5, so that both ends of -8 .. 7 serve).
-- E8M0 scales: of the power of two that the OCP specification prescribes (floor(log2(largest)) - exponent of the largest
-  code), under which the largest values may saturate, and the next one, the one with the smaller squared error.
+- FP8: the largest magnitude becomes the largest code, 448.
+- INT4: it becomes 7, 8 or 7.5, whichever has the smallest squared error.
+- E8M0 scales: the power of two that the OCP specification prescribes (floor(log2(largest)) - exponent of the largest
+  code), under which the largest values may saturate, or the next one, whichever has the smaller squared error.
 """
 
 from collections.abc import Callable, Mapping
@@ -30,12 +31,12 @@ class RoundTrip(NamedTuple):
 
 
 class _Codes(NamedTuple):
-    """nearest: scaled values -> the nearest that a code stands for. pack: those [..., C] -> codes. largest, exponent:
-    the largest code's magnitude and floor(log2) of it."""
+    """nearest: scaled values -> the nearest that a code stands for. pack: those [..., C] -> codes. largest: magnitudes
+    that a block's largest value may be scaled to. exponent: floor(log2) of the largest code."""
 
     nearest: Callable[[Tensor], Tensor]
     pack: Callable[[Tensor], Tensor]
-    largest: float
+    largest: tuple[float, ...]
     exponent: int
 
 
@@ -43,9 +44,9 @@ def _to_e4m3(values: Tensor) -> Tensor:
     return values.clamp(-fp8.LARGEST, fp8.LARGEST).to(torch.float8_e4m3fn)
 
 
-_E4M3 = _Codes(lambda x: _to_e4m3(x).to(torch.float32), _to_e4m3, fp8.LARGEST, 8)
-_E2M1 = _Codes(lambda x: e2m1.unpack(e2m1.pack(x)), e2m1.pack, e2m1.LARGEST, 2)
-_INT4 = _Codes(lambda x: x.round().clamp(-8, 7), int4.pack, 7.5, 2)
+_E4M3 = _Codes(lambda x: _to_e4m3(x).to(torch.float32), _to_e4m3, (fp8.LARGEST,), 8)
+_E2M1 = _Codes(lambda x: e2m1.unpack(e2m1.pack(x)), e2m1.pack, (e2m1.LARGEST,), 2)
+_INT4 = _Codes(lambda x: x.round().clamp(-8, 7), lambda x: int4.pack(x.round().clamp(-8, 7)), (7.0, 8.0, 7.5), 2)
 _CODES = {
     fp8.BLOCK.name: _E4M3,
     fp8.UE8M0.name: _E4M3,
@@ -82,39 +83,43 @@ def encode(
     if not bool((blocks.isfinite().all(-1).all(-2) | kept).all()):
         raise ValueError("values that are not finite")
     codes = _CODES[made.name]
-    largest = blocks.abs().amax((-3, -1))
-    if like[made.scale].dtype in (torch.uint8, torch.float8_e8m0fnu):
-        stored, factor = _power_of_two(blocks, largest, codes)
-    else:
-        stored = torch.where(largest > 0, largest / codes.largest, 1.0).to(like[made.scale].dtype)
-        factor = stored.to(torch.float32)
-        factor = torch.where(factor > 0, factor, 1.0)
-    scaled = blocks / factor[..., :, None, :, None]
-    fresh = codes.pack(_whole(scaled, grid, rows, columns, shape))
-    scale = _like(stored, like[made.scale])
-    held = _in_elements(kept, rows, columns, shape)[..., :: made.per]
-    packed = torch.where(
-        held, _bytes(like[made.codes]).reshape(fresh.shape), _bytes(fresh)
-    )  # a block begins and ends where stored columns do
+    stored, factor = _scale(blocks, codes, like[made.scale].dtype)
+    fresh = codes.pack(_whole(blocks / factor[..., :, None, :, None], grid, rows, columns, shape))
+    held = _in_elements(kept, rows, columns, shape)[..., :: made.per]  # no stored column is of two blocks
+    packed = torch.where(held, _bytes(like[made.codes]).reshape(fresh.shape), _bytes(fresh))
     parts = dict(like)
     parts[made.codes] = packed.reshape(shapes[made.codes]).view(like[made.codes].dtype)
-    keep_scale = kept.reshape(shapes[made.scale])
-    parts[made.scale] = torch.where(keep_scale, _bytes(like[made.scale]), _bytes(scale)).view(like[made.scale].dtype)
+    scale = torch.where(
+        kept.reshape(shapes[made.scale]), _bytes(like[made.scale]), _bytes(stored.reshape_as(like[made.scale]))
+    )
+    parts[made.scale] = scale.view(like[made.scale].dtype)
     return parts, _cost(decode(made, parts), trained, kept)
 
 
-def _power_of_two(blocks: Tensor, largest: Tensor, codes: _Codes) -> tuple[Tensor, Tensor]:
-    """(E8M0 codes as uint8, factors) of shape [..., row blocks, column blocks]."""
-    low = (e8m0.exponent(largest) - codes.exponent).where(largest > 0, torch.zeros((), dtype=torch.int32))
+def _scale(blocks: Tensor, codes: _Codes, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """(stored scales in `dtype`, or uint8 for E8M0; the factors they stand for), [..., row blocks, column blocks]."""
+    largest = blocks.abs().amax((-3, -1))
     tried = []
-    for exponent in (low, low + 1):
-        stored = e8m0.pack(exponent)
-        factor = e8m0.unpack(stored)[..., :, None, :, None]
-        error = (codes.nearest(blocks / factor) * factor - blocks).square().sum((-3, -1))
-        tried.append((stored, error))
-    (first, error), (second, other) = tried
-    stored = torch.where(other < error, second, first)
-    return stored, e8m0.unpack(stored)
+    if dtype in (torch.uint8, torch.float8_e8m0fnu):
+        low = (e8m0.exponent(largest) - codes.exponent).where(largest > 0, torch.zeros((), dtype=torch.int32))
+        tried = [(stored, e8m0.unpack(stored)) for stored in (e8m0.pack(low), e8m0.pack(low + 1))]
+    else:
+        for most in codes.largest:
+            stored = torch.where(largest > 0, largest / most, 1.0).to(dtype)
+            tried.append((stored, torch.where(stored > 0, stored.to(torch.float32), 1.0)))
+    (stored, factor), *others = tried
+    error = _error(blocks, factor, codes) if others else None
+    for other, its_factor in others:
+        its_error = _error(blocks, its_factor, codes)
+        better = its_error < error
+        stored, factor = torch.where(better, other, stored), torch.where(better, its_factor, factor)
+        error = torch.where(better, its_error, error)
+    return stored, factor
+
+
+def _error(blocks: Tensor, factor: Tensor, codes: _Codes) -> Tensor:
+    wide = factor[..., :, None, :, None]
+    return (codes.nearest(blocks / wide) * wide - blocks).square().sum((-3, -1))
 
 
 def _in_blocks(tensor: Tensor, rows: int, columns: int, fill: bool = False) -> Tensor:
@@ -138,11 +143,6 @@ def _bytes(tensor: Tensor) -> Tensor:
     """The same bits as whole numbers, which `where` can choose among."""
     width = {1: torch.uint8, 2: torch.int16, 4: torch.int32}[tensor.element_size()]
     return tensor.contiguous().view(width)
-
-
-def _like(stored: Tensor, old: Tensor) -> Tensor:
-    stored = stored.reshape(old.shape)
-    return stored.view(old.dtype) if stored.dtype == torch.uint8 else stored.to(old.dtype)
 
 
 def _cost(after: Tensor, trained: Tensor, kept: Tensor) -> RoundTrip:

@@ -12,16 +12,13 @@ from compressed_tensors.compressors.pack_quantized.base import PackedQuantizatio
 from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from quantised import codes, grid_of, rng, specimen
 from transformers.integrations.finegrained_fp8 import Fp8Dequantize
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from dayzero.runtime.quantisation import FORMATS, decode, decode_into, decoded_shape
 
 SIZES = [(1, 32), (3, 64), (130, 160), (128, 256), (33, 288)]
-
-
-def rng(seed=0):
-    return np.random.default_rng(seed)
 
 
 def same(ours, theirs):
@@ -34,23 +31,8 @@ def same(ours, theirs):
     assert torch.equal(ours.nan_to_num(nan=0.0).view(bits), theirs.nan_to_num(nan=0.0).view(bits))
 
 
-def codes(shape, dtype=np.uint8, seed=0):
-    """Random bytes; the first 256 are every byte once where there are so many."""
-    flat = rng(seed).integers(0, 256, int(np.prod(shape)), dtype=np.uint8)
-    flat[: min(256, flat.size)] = np.arange(256, dtype=np.uint8)[: flat.size]
-    return (
-        torch.from_numpy(flat.reshape(shape)).view(dtype)
-        if dtype != np.uint8
-        else torch.from_numpy(flat.reshape(shape))
-    )
-
-
 def numpy_of(tensor, dtype):
     return tensor.contiguous().view(torch.uint8).numpy().view(dtype)
-
-
-def grid_of(shape, block):
-    return tuple(-(-size // each) for size, each in zip(shape, block, strict=True))
 
 
 def spread(grid, block, shape):
@@ -194,31 +176,6 @@ def test_nvfp4_as_compressed_tensors_decodes_it():
     theirs = NVFP4PackedCompressor.decompress(state, args)["weight"]
     ours = decode(FORMATS["nvfp4"], {"packed": packed, "scale": scale, "global_scale": torch.tensor([64.0])})
     same(ours.to(torch.bfloat16), theirs)
-
-
-def specimen(name, shape, seed=0):
-    """Random parts of a weight [..., R, C]; C a multiple of 32."""
-    *lead, rows, columns = shape
-    scales = {"bytes": codes((*lead, rows, columns // 32), seed=seed + 1).clamp(100, 140)}
-    if name == "fp8_block":
-        grid = (*lead, *grid_of((rows, columns), (128, 128)))
-        scale = torch.from_numpy(rng(seed).uniform(0.5, 2, grid).astype(np.float32))
-        return {"weight": codes(shape, seed=seed).view(torch.float8_e4m3fn), "scale": scale}
-    if name == "fp8_ue8m0":
-        scale = codes((*lead, *grid_of((rows, columns), (32, 32))), seed=seed).clamp(100, 140)
-        return {"weight": codes(shape, seed=seed).view(torch.float8_e4m3fn), "scale": scale.view(torch.float8_e8m0fnu)}
-    if name == "mxfp8":
-        return {"weight": codes(shape, seed=seed).view(torch.float8_e4m3fn), "scale": scales["bytes"]}
-    packed = codes((*lead, rows, columns // 2), seed=seed)
-    if name == "mxfp4_packed":
-        return {"packed": packed, "scale": scales["bytes"]}
-    if name == "mxfp4_blocks":
-        return {"blocks": packed.unflatten(-1, (-1, 16)), "scales": scales["bytes"]}
-    if name == "int4_packed":
-        scale = torch.from_numpy(rng(seed).uniform(0.5, 2, (*lead, rows, columns // 32)).astype(np.float32))
-        return {"packed": packed.view(torch.int32), "scale": scale.to(torch.bfloat16), "shape": torch.tensor(shape)}
-    scale = codes((*lead, rows, columns // 16), seed=seed).clamp(max=120).view(torch.float8_e4m3fn)
-    return {"packed": packed, "scale": scale, "scale_2": torch.tensor(0.03)}
 
 
 @st.composite
