@@ -220,9 +220,10 @@ def _check_spans(file: Path, headers: Mapping[str, TensorHeader], offset: int, s
     last = offset
     for start, end, name in spans:
         if start != last:
+            wrong = "a gap before them" if start > last else "shared with another tensor"
             raise InputError(
                 f"{file}: {name}",
-                found=f"bytes {start} to {end}, {'a gap before them' if start > last else 'shared with another tensor'}",
+                found=f"bytes {start} to {end}, {wrong}",
                 expected=f"a tensor that starts where the one before it ends, at {last}",
                 hint="Tensors in a safetensors file stand end to end. Was the header edited?",
             )

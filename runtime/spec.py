@@ -3,18 +3,13 @@
 import inspect
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, TypeAdapter, model_validator
+from pydantic import TypeAdapter, model_validator
 
 from dayzero.runtime import nn
+from dayzero.runtime.record import Record
 from dayzero.runtime.weights import Concat, Rule, Source, Stack, Stored, Transpose
 
 ProofStatus = Literal["proven", "lifted", "unverified"]
-
-
-class Record(BaseModel):
-    """Base of everything that is written to a package: unknown fields are errors."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True, ser_json_inf_nan="constants")
 
 
 class Proof(Record):

@@ -52,7 +52,7 @@ def parse(
     parse_float: Callable[[str], float] = _finite,
     parse_int: Callable[[str], int] = _integer,
 ) -> Any:
-    """The value. Raises ValueError, always with one line, for what is not JSON or holds what no program should trust."""
+    """The value. Raises ValueError, in one line, for what is not JSON or holds what no program should trust."""
     try:
         return json.loads(
             text.decode(),
