@@ -3,7 +3,7 @@
 import inspect
 from typing import Any, Literal
 
-from pydantic import TypeAdapter, model_validator
+from pydantic import Field, TypeAdapter, model_validator
 
 from dayzero.runtime import nn
 from dayzero.runtime.record import Record
@@ -22,7 +22,7 @@ class Proof(Record):
     status: ProofStatus
     module: str
     error: float | None = None
-    evidence: list[str] = []
+    evidence: list[str] = Field(default_factory=list)
 
 
 class BlockSpec(Record):
@@ -77,7 +77,7 @@ class SourceSpec(Record):
     over: str | None = None
     count: int | None = None
     dim: int | None = None
-    parts: list["SourceSpec"] = []
+    parts: list["SourceSpec"] = Field(default_factory=list)
 
     @classmethod
     def of(cls, source: Source) -> "SourceSpec":
@@ -115,7 +115,7 @@ class RuleSpec(Record):
 
     parameter: str
     source: SourceSpec
-    ranges: dict[str, tuple[int, int] | tuple[int, int, int]] = {}
+    ranges: dict[str, tuple[int, int] | tuple[int, int, int]] = Field(default_factory=dict)
 
     def build(self) -> Rule:
         ranges = {name: range(*bounds) for name, bounds in self.ranges.items()}
