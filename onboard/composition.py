@@ -14,6 +14,7 @@ from dayzero.onboard.candidates.rotary import TOLERANCE as ROTARY_TOLERANCE
 from dayzero.onboard.candidates.rotary import propose_rotary
 from dayzero.onboard.discover import Call, ModelParts, Undiscovered, discover, tensors
 from dayzero.onboard.prove import Attempt, prove
+from dayzero.onboard.reference import state_of
 from dayzero.onboard.shrink import layer_signatures, part_signature
 from dayzero.runtime.spec import BlockSpec, CheckpointId, LayerKind, LayerRun, ModelSpec, Proof
 
@@ -164,7 +165,7 @@ def _block(attempt: Attempt, module: nn.Module, config: Any, path: str) -> Block
 def load_reference(model: nn.Module, reference: nn.Module, proven: Proven) -> None:
     """Copies the reference's weights into our model of the same sizes, through the proven parameter mappings."""
     parts = proven.parts
-    theirs = {name: parameter.detach() for name, parameter in reference.named_parameters()}
+    theirs = state_of(reference)
     values = {"embed.weight": theirs[f"{parts.embed}.weight"]}
     if not proven.tied:
         values["head.weight"] = theirs[f"{parts.head}.weight"]

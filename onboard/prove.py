@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from dayzero.onboard.candidates import Candidate, Site, propose
-from dayzero.onboard.reference import redraw
+from dayzero.onboard.reference import redraw, state_of
 from dayzero.onboard.trace import trace
 from dayzero.runtime.nn import Context
 from dayzero.runtime.nn.context import lengths_of, positions_of
@@ -127,7 +127,7 @@ def attempt(candidate: Candidate, site: Site, generator: torch.Generator, *, tho
             error = _load(block, candidate, site) or _forward_error(site, block, site.call.hidden)
         objection = "" if error <= TOLERANCE else f"output misses by {error:.1e} on the captured input"
         return Attempt(candidate, error, "captured input", objection)
-    saved = {name: parameter.detach().clone() for name, parameter in site.module.named_parameters()}
+    saved = {name: tensor.clone() for name, tensor in state_of(site.module).items()}
     worst, where = 0.0, "captured input"
     try:
         for name, hidden, gain in _trials(site, generator):
@@ -141,8 +141,8 @@ def attempt(candidate: Candidate, site: Site, generator: torch.Generator, *, tho
                 return Attempt(candidate, worst, where, f"{where} misses by {worst:.1e}")
     finally:
         with torch.no_grad():
-            for name, parameter in site.module.named_parameters():
-                parameter.copy_(saved[name])
+            for name, tensor in state_of(site.module).items():
+                tensor.copy_(saved[name])
     _load(block, candidate, site)
     ours = trace(lambda: block_function(site, block, exact=False)(site.call.hidden))
     unexplained = [f"reference only: {line}" for line in site.operations.difference(ours)]
@@ -168,7 +168,7 @@ def _beyond_limits(site: Site) -> list[float]:
 
 def _load(block: nn.Module, candidate: Candidate, site: Site) -> float:
     """Copies the module's parameters into the block. Returns infinity where they do not fit, else 0."""
-    values = candidate.values({name: p.detach() for name, p in site.module.named_parameters()})
+    values = candidate.values(state_of(site.module))
     parameters = dict(block.named_parameters())
     if values.keys() != parameters.keys():
         return float("inf")

@@ -150,18 +150,30 @@ def build(config: Mapping[str, Any], *, device: str = "cpu", record: bool = Fals
 
 
 def redraw(model: nn.Module, generator: torch.Generator, gain: float = 1.0) -> None:
-    """New random values for every parameter and floating-point state buffer, none of them zero or alike.
+    """New random values for every parameter and every floating-point buffer that is saved, none of them zero or alike.
 
     Matrices are scaled to keep the size of what passes through, vectors spread around one. Values are
     float32-representable, so that a float32 file holds them exactly.
     """
     with torch.no_grad():
-        for parameter in model.parameters():
-            noise = torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
-            if parameter.ndim >= 2:
-                parameter.copy_((noise * gain / parameter.shape[-1] ** 0.5).float())
+        for tensor in state_of(model).values():
+            noise = torch.randn(tensor.shape, generator=generator, dtype=torch.float64)
+            if tensor.ndim >= 2:
+                tensor.copy_((noise * gain / tensor.shape[-1] ** 0.5).float())
             else:
-                parameter.copy_((1.0 + 0.3 * gain * noise).float())
+                tensor.copy_((1.0 + 0.3 * gain * noise).float())
+
+
+def state_of(module: nn.Module) -> dict[str, Tensor]:
+    """Parameters and saved buffers by name, floating point only, detached and sharing memory: a bias that the optimizer
+    never sees is as much of what the module computes as a weight. A tensor under two names appears once."""
+    seen: set[int] = set()
+    state = {}
+    for name, tensor in module.state_dict().items():
+        if tensor.is_floating_point() and (not tensor.numel() or tensor.data_ptr() not in seen):
+            seen.add(tensor.data_ptr())
+            state[name] = tensor.detach()
+    return state
 
 
 @contextlib.contextmanager
