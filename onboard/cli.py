@@ -146,7 +146,7 @@ def inspect(checkpoint: CheckpointFolder, as_json: Json = False) -> None:
         console.print(f"role unknown: {tensor}", highlight=False, markup=False)
     for field in ledger.unread_config:
         console.print(
-            f"config field unknown by name: {field} (a run asks the reference)", highlight=False, markup=False
+            f"config field unknown by name: {_plain(field)} (a run asks the reference)", highlight=False, markup=False
         )
 
 
@@ -308,9 +308,14 @@ def _alignment_json(alignment: Any) -> dict[str, Any]:
 def _print_unproven(unproven: list[dict[str, Any]]) -> None:
     print(f"not onboarded: {len(unproven)} things are unproven. Nothing was written.")
     for item in unproven:
-        print(f"  {item['where']}: {item['why']}")
+        print(f"  {_plain(item['where'])}: {_plain(item['why'])}")
         for line in item["tried"]:
-            print(f"      tried {line}")
+            print(f"      tried {_plain(line)}")
+
+
+def _plain(text: str) -> str:
+    """Text of a checkpoint that cannot steer a terminal: in quotes, escaped, if it holds more than plain characters."""
+    return text if text.isprintable() else repr(text)
 
 
 def _last_line(as_json: bool, value: dict[str, Any]) -> None:

@@ -64,7 +64,7 @@ def _short(value: Any) -> str:
 
 def _text(value: Any) -> str:
     """Checkpoint text inside a Markdown table: no pipes, no line breaks, no markup."""
-    return escape(str(value), quote=False).replace("|", "\\|").replace("\n", " ").replace("`", "'")
+    return escape(" ".join(str(value).split()), quote=False).replace("|", "\\|").replace("`", "'")
 
 
 @cache
