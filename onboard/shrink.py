@@ -112,7 +112,9 @@ def shrink(config: Mapping[str, Any]) -> dict[str, Any]:
 
 def complete(config: Mapping[str, Any]) -> dict[str, Any]:
     """The config with the defaults that its class fills in for fields the file leaves out."""
-    return {**load_config(config).to_dict(), "architectures": list(config.get("architectures") or [])}
+    loaded = load_config(config).to_dict()
+    loaded.pop("_name_or_path", None)  # a folder that is gone again
+    return {**loaded, "architectures": list(config.get("architectures") or [])}
 
 
 def _cut(value: Any, total: int, kept: int) -> Any:
