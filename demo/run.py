@@ -7,9 +7,9 @@ exports, and loads the result in transformers and peft. Everything lands in demo
 except the runs.
 """
 
-import contextlib
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -155,8 +155,7 @@ def kill_and_resume(arguments: list, run: Path, crashed: Path) -> None:
         process = subprocess.Popen(words, stdout=log, stderr=log, start_new_session=True)
         try:
             wait_for(lambda: max(losses(crashed), default=0) >= KILL_AFTER, process, 300)
-            victim = rank_processes(process.pid)[-1]
-            os.kill(victim, signal.SIGKILL)
+            os.kill(process_of(crashed, 1), signal.SIGKILL)
             code = process.wait(timeout=120)
         finally:
             stop(process)
@@ -188,26 +187,10 @@ def wait_for(condition, process: subprocess.Popen, seconds: float) -> None:
         time.sleep(0.2)
 
 
-def rank_processes(parent: int) -> list[int]:
-    """Processes below `parent` that have a RANK in their environment, by rank."""
-    children: dict[int, list[int]] = {}
-    for folder in Path("/proc").iterdir():
-        if folder.name.isdigit():
-            with contextlib.suppress(OSError):
-                stat = (folder / "stat").read_text()
-                above = int(stat.rpartition(")")[2].split()[1])
-                children.setdefault(above, []).append(int(folder.name))
-    ranks, left = {}, [parent]
-    while left:
-        below = children.get(left.pop(), [])
-        left += below
-        for process in below:
-            with contextlib.suppress(OSError):
-                environment = Path(f"/proc/{process}/environ").read_bytes().split(b"\0")
-                rank = next((entry[5:] for entry in environment if entry.startswith(b"RANK=")), None)
-                if rank is not None:
-                    ranks[int(rank)] = process
-    return [ranks[rank] for rank in sorted(ranks)]
+def process_of(run: Path, rank: int) -> int:
+    """The process of a rank, from its log."""
+    numbers = re.findall(r"process (\d+)", (run / "logs" / f"rank_{rank}.log").read_text())
+    return int(numbers[-1])
 
 
 def stop(process: subprocess.Popen) -> None:
