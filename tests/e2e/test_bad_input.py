@@ -267,12 +267,12 @@ def test_a_broken_generation_config(onboard, copy):
     ("family", "field", "value", "tensor"),
     [
         ("llama", "hidden_size", 48, "model.embed_tokens.weight"),
-        ("llama", "hidden_size", 32, "model.embed_tokens.weight"),
-        ("llama", "vocab_size", 308, "model.embed_tokens.weight"),
-        ("llama", "intermediate_size", 64, "mlp.gate_proj.weight"),
-        ("llama", "head_dim", 16, "self_attn.q_proj.weight"),
+        pytest.param("llama", "hidden_size", 32, "model.embed_tokens.weight", marks=pytest.mark.slow),
+        pytest.param("llama", "vocab_size", 308, "model.embed_tokens.weight", marks=pytest.mark.slow),
+        pytest.param("llama", "intermediate_size", 64, "mlp.gate_proj.weight", marks=pytest.mark.slow),
+        pytest.param("llama", "head_dim", 16, "self_attn.q_proj.weight", marks=pytest.mark.slow),
         ("llama", "num_attention_heads", 8, "self_attn.q_proj.weight"),
-        ("llama", "num_key_value_heads", 1, "self_attn.k_proj.weight"),
+        pytest.param("llama", "num_key_value_heads", 1, "self_attn.k_proj.weight", marks=pytest.mark.slow),
         ("llama", "num_hidden_layers", 5, "model.layers.3.input_layernorm.weight"),
         pytest.param("mixtral", "num_local_experts", 8, "gate.weight", marks=pytest.mark.slow),
         pytest.param("mixtral", "num_local_experts", 4, "gate.weight", marks=pytest.mark.slow),
@@ -389,9 +389,13 @@ def unproven(onboard, checkpoint, *says):
         ({"model_type": ...}, "model_type"),
         ({"model_type": ["llama"]}, "model_type"),
         ({"quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]}}, "fp8"),
-        ({"quantization_config": {}, "compression_config": {"format": "int4"}}, "compression_config"),
+        pytest.param(
+            {"quantization_config": {}, "compression_config": {"format": "int4"}},
+            "compression_config",
+            marks=pytest.mark.slow,
+        ),
         ({"attention_multiplier": 0.0078125}, "attention_multiplier"),
-        ({"logits_scaling": None}, "logits_scaling"),
+        pytest.param({"logits_scaling": None}, "logits_scaling", marks=pytest.mark.slow),
         ({"rope_parameters": {"rope_type": "linear", "factor": 4.0, "rope_theta": 1e4}}, "rotary"),
         ({"hidden_act": "quick_gelu"}, "mlp"),
         ({"rms_norm_eps": float("nan")}, "structure"),
@@ -461,6 +465,7 @@ def test_an_expert_that_is_missing(onboard, copy):
     refused(onboard, checkpoint, "model.layers.1.block_sparse_moe.experts.5.w3.weight", "not in the checkpoint")
 
 
+@pytest.mark.slow
 def test_a_field_is_let_through_by_a_decision_with_its_reason(onboard, copy, tmp_path):
     checkpoint = copy("llama")
     edit(checkpoint / "config.json", house_style="plain")

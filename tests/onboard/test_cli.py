@@ -175,8 +175,14 @@ FIELDS = {
 }
 
 
-@pytest.mark.parametrize("kind", FIELDS)
-@pytest.mark.parametrize("where", ["name", "value", "transformers_version"])
+@pytest.mark.parametrize(
+    ("where", "kind"),
+    [
+        pytest.param(where, kind, marks=() if where == "name" and kind == "lines" else pytest.mark.slow)
+        for where in ("name", "value", "transformers_version")
+        for kind in FIELDS
+    ],
+)
 def test_config_text_is_never_more_than_text(onboard, tmp_path, kind, where):
     """In the field's name or value it is listed, in a field that nobody needs it goes no further."""
     text = FIELDS[kind]

@@ -26,6 +26,7 @@ def effects(specification):
     return {(item.field, json.dumps(item.altered)): item.effect for item in specification.interventions}
 
 
+@pytest.mark.slow
 def test_every_field_that_matters_is_followed_or_proven_anew(specified):
     found = effects(specified("qwen3_moe"))
     assert found["norm_topk_prob", "false"] == "other block"
@@ -38,6 +39,7 @@ def test_every_field_that_matters_is_followed_or_proven_anew(specified):
     assert "unexplained" not in found.values()
 
 
+@pytest.mark.slow
 def test_a_value_of_none_hides_nothing(specified):
     found = {item.field: item for item in specified("olmoe").interventions if item.value is None}
     assert found["clip_qkv"].effect == "other block"
@@ -47,6 +49,7 @@ def test_a_value_of_none_hides_nothing(specified):
     assert "window" in window.detail
 
 
+@pytest.mark.slow
 def test_dropout_and_jitter_change_nothing_in_evaluation(specified):
     found = {item.field: item.effect for item in specified("mixtral").interventions}
     assert found["attention_dropout"] == found["router_jitter_noise"] == "none"

@@ -168,7 +168,7 @@ def tamper(module, change):
 @pytest.mark.parametrize(
     ("place", "change"),
     [
-        (place, change)
+        pytest.param(place, change, marks=pytest.mark.slow if place in {"final norm", "dense"} else ())
         for place in PLACES
         for change in TAMPERED
         # Beside experts such a constant is the epsilon of their weights' sum, which no input tells apart.
