@@ -9,6 +9,7 @@ import inspect
 import json
 import re
 import subprocess
+from dataclasses import MISSING, fields
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -26,6 +27,7 @@ from dayzero.runtime import nn
 from dayzero.runtime.config import TrainConfig, render_yaml
 from dayzero.runtime.plan import Plan
 from dayzero.runtime.spec import BlockSpec, ModelSpec, SourceSpec
+from dayzero.runtime.weights import Source
 
 VERSION = importlib.metadata.version("dayzero")
 LOCK = "onboard.lock"
@@ -98,17 +100,29 @@ def proof_line(block: BlockSpec) -> str:
 
 
 def source_text(source: SourceSpec) -> str:
-    """A weight expression as Python."""
-    parts = [source_text(part) for part in source.parts]
-    match source.op:
-        case "stored":
-            return f"Stored({_lit(source.name)})"
-        case "stack":
-            return f"Stack({_lit(source.over)}, {_lit(source.count)}, {parts[0]})"
-        case "concat":
-            return f"Concat({_lit(source.dim)}, ({', '.join(parts)},))"
-        case "transpose":
-            return f"Transpose({parts[0]})"
+    """A weight expression as Python: the fields of its node in order, those with their default left out."""
+    return _node_text(source.build())
+
+
+def _node_text(node: Source) -> str:
+    arguments = []
+    for field in fields(node):  # type: ignore[arg-type]
+        value = getattr(node, field.name)
+        if field.name == "part":
+            text = _node_text(value)
+        elif field.name == "parts":
+            text = f"({', '.join(map(_node_text, value))},)"
+        else:
+            text = _tuple_lit(value)
+        if field.default is MISSING:
+            arguments.append(text)
+        elif value != field.default:
+            arguments.append(f"{field.name}={text}")
+    return f"{type(node).__name__}({', '.join(arguments)})"
+
+
+def _tuple_lit(value: Any) -> str:
+    return f"({', '.join(map(_tuple_lit, value))},)" if isinstance(value, tuple) else _lit(value)
 
 
 def model_py(spec: ModelSpec) -> str:
@@ -152,7 +166,7 @@ def weights_py(spec: ModelSpec) -> str:
     rules = [
         {"parameter": rule.parameter, "source": source_text(rule.source), "ranges": rule.ranges} for rule in spec.rules
     ]
-    used = {op.capitalize() for rule in spec.rules for op in _operations(rule.source)}
+    used = {name for rule in spec.rules for name in _node_names(rule.source.build())}
     text = (
         environment()
         .get_template("weights.py.j2")
@@ -161,8 +175,8 @@ def weights_py(spec: ModelSpec) -> str:
     return format_python(text)
 
 
-def _operations(source: SourceSpec) -> set[str]:
-    return {source.op}.union(*(_operations(part) for part in source.parts))
+def _node_names(source: Source) -> set[str]:
+    return {type(source).__name__}.union(*(_node_names(child) for child in source.children))
 
 
 def _operator_files(operators: list[OperatorCalls]) -> dict[str, str]:

@@ -1,6 +1,7 @@
 """Weights into a sharded model, a parameter at a time: each rank reads only the bytes of its own shards."""
 
 from collections.abc import Collection, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -14,7 +15,7 @@ from dayzero.runtime.nn import CausalLM
 from dayzero.runtime.nn.causal_lm import initialise
 from dayzero.runtime.safetensors_reader import SafetensorsReader
 from dayzero.runtime.spec import CheckpointId
-from dayzero.runtime.weights import BoundRule, Region, Rule, Shape, bind, whole
+from dayzero.runtime.weights import BoundRule, Region, Rule, Shape, bind, check_coverage, whole
 
 
 def check_same_checkpoint(folder: Path, headers: Mapping[str, TensorHeader], known: CheckpointId) -> None:
@@ -48,7 +49,8 @@ def load_checkpoint(
 ) -> int:
     """Fills every parameter from the checkpoint and returns the bytes this rank read.
 
-    The model has real (not meta) parameters, sharded or not. elsewhere: parameters that do not come from the
+    The model has real (not meta) parameters, sharded or not, and beside them no more memory is used than for a chunk of
+    one tensor. elsewhere: parameters that do not come from the
     checkpoint, such as adapters. Every value is compared after it is written. Raises InputError for a parameter or
     buffer that no rule makes, a rule without a parameter, a shape that does not fit, or a value that the parameter's
     dtype cannot hold.
@@ -72,13 +74,18 @@ def load_checkpoint(
     reader = SafetensorsReader(folder, {name: header.file for name, header in headers.items()})
     for name in parameters:
         _check_shape(bound[name], shapes, tuple(parameters[name].shape), folder)
+    try:
+        check_coverage(bound, shapes)
+    except ValueError as error:
+        raise InputError(str(folder), found=str(error), expected="every value of the checkpoint in one place") from None
     read = 0
     for name in sorted(parameters, key=lambda name: headers[bound[name].names()[0]].file):
         local, region = local_part(parameters[name])
-        if local.numel():
-            value = bound[name].read(reader, shapes, region)
-            write_exactly(local, value, f"{folder}: {name}")
-            read += value.nbytes
+        where = f"{folder}: {name}"
+        try:
+            read += bound[name].fill(local, reader, shapes, region, put=partial(write_exactly, where=where))
+        except ValueError as error:
+            raise InputError(where, found=str(error), expected="what weights.py says") from None
     return read
 
 

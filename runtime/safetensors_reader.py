@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import safe_open
@@ -14,35 +15,53 @@ Region = tuple[slice, ...]
 
 
 class SafetensorsReader:
-    """Sliced reads by tensor name. Keeps one file open at a time, as a memory map.
+    """Sliced reads by tensor name. Keeps a few files open, as memory maps.
 
     `files`: tensor name -> file name inside `folder`.
     """
 
+    OPEN = 8  # the parts of a quantised weight may be in different files
+
     def __init__(self, folder: Path, files: Mapping[str, str] | None = None):
         self.folder = folder
         self.files = files if files is not None else shard_of_each_tensor(folder)
-        self._open: tuple[str, object] | None = None
+        self._open: dict[str, Any] = {}
+        self._dtypes: dict[str, torch.dtype] = {}
 
     def read(self, name: str, region: Region | None = None) -> Tensor:
-        """The tensor, or the part of it that `region` (one slice a dimension) selects, in the dtype on disk.
+        """The tensor, or the part of it that `region` (one slice a dimension) selects, in the dtype on disk. Its bytes
+        stay in the file until they are used.
 
         Raises InputError for a name that the checkpoint does not have, or a shard that cannot be read.
         """
+        shard = self._shard(name)
+        view = shard.get_slice(name)
+        if region is None or not view.get_shape():
+            return shard.get_tensor(name)
+        if any(part.step not in (None, 1) for part in region):
+            covered = view[tuple(slice(part.start, part.stop) for part in region)]
+            return covered[tuple(slice(None, None, part.step) for part in region)]
+        return view[region]
+
+    def dtype(self, name: str) -> torch.dtype:
+        """The tensor's dtype on disk. Raises InputError as `read` does."""
+        if name not in self._dtypes:
+            self._dtypes[name] = torch_dtype(self._shard(name).get_slice(name).get_dtype())
+        return self._dtypes[name]
+
+    def _shard(self, name: str) -> Any:
         if name not in self.files:
             raise InputError(name, found="not in the checkpoint", expected=f"a tensor of {self.folder}")
         file = self.files[name]
-        if self._open is None or self._open[0] != file:
+        if file not in self._open:
+            while len(self._open) >= self.OPEN:
+                del self._open[next(iter(self._open))]
             try:
-                self._open = (file, safe_open(self.folder / file, framework="pt"))
+                self._open[file] = safe_open(self.folder / file, framework="pt")
             except Exception as error:
                 where = str(self.folder / file)
                 raise InputError(where, found=str(error), expected="a complete safetensors file") from None
-        shard = self._open[1]
-        view = shard.get_slice(name)  # type: ignore[attr-defined]
-        if not view.get_shape():
-            return shard.get_tensor(name)  # type: ignore[attr-defined]
-        return view[region if region is not None else (slice(None),)]
+        return self._open[file]
 
 
 class TensorsReader:
@@ -54,6 +73,9 @@ class TensorsReader:
     def read(self, name: str, region: Region | None = None) -> Tensor:
         tensor = self.tensors[name]
         return tensor if region is None or tensor.ndim == 0 else tensor[region]
+
+    def dtype(self, name: str) -> torch.dtype:
+        return self.tensors[name].dtype
 
 
 def torch_dtype(name: str) -> torch.dtype:
@@ -71,4 +93,5 @@ def torch_dtype(name: str) -> torch.dtype:
         "BOOL": torch.bool,
         "F8_E4M3": torch.float8_e4m3fn,
         "F8_E5M2": torch.float8_e5m2,
+        "F8_E8M0": torch.float8_e8m0fnu,
     }[name]

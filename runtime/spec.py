@@ -1,13 +1,14 @@
 """ModelSpec: the whole model as data. Onboarding writes it as spec.json; the plan and the reports read it."""
 
 import inspect
+from dataclasses import fields
 from typing import Any, Literal
 
-from pydantic import Field, TypeAdapter, model_validator
+from pydantic import Field, SerializerFunctionWrapHandler, TypeAdapter, model_serializer, model_validator
 
 from dayzero.runtime import nn
 from dayzero.runtime.record import Record
-from dayzero.runtime.weights import Concat, Rule, Source, Stack, Stored, Transpose
+from dayzero.runtime.weights import NODES, Rule, Source
 
 ProofStatus = Literal["proven", "lifted", "unverified"]
 
@@ -70,44 +71,64 @@ class LayerRun(Record):
 
 
 class SourceSpec(Record):
-    """A weight expression (`runtime.weights`) as data."""
+    """A weight expression (`runtime.weights`) as data: `op` names the node, the fields are its own; others are left
+    out. tensors: role -> name."""
 
-    op: Literal["stored", "stack", "concat", "transpose"]
+    op: Literal[
+        "stored", "decoded", "stack", "concat", "transpose", "flatten", "unflatten", "squeeze", "unsqueeze", "part",
+        "trim", "interleave", "deinterleave", "cast", "tie",
+    ]  # fmt: skip
     name: str | None = None
     over: str | None = None
     count: int | None = None
     dim: int | None = None
+    dims: tuple[int, ...] | None = None
+    start: int | None = None
+    stop: int | None = None
+    groups: int | None = None
+    size: int | None = None
+    ways: int | None = None
+    block: int | None = None
+    to: Literal["bfloat16", "float16", "float32"] | None = None
+    format: str | None = None
+    tensors: dict[str, str] | None = None
     parts: list["SourceSpec"] = Field(default_factory=list)
 
     @classmethod
     def of(cls, source: Source) -> "SourceSpec":
-        """The data of an expression."""
-        match source:
-            case Stored(name):
-                return cls(op="stored", name=name)
-            case Stack(over, count, part):
-                return cls(op="stack", over=over, count=count, parts=[cls.of(part)])
-            case Concat(dim, parts):
-                return cls(op="concat", dim=dim, parts=[cls.of(part) for part in parts])
-            case Transpose(part):
-                return cls(op="transpose", parts=[cls.of(part)])
-        raise TypeError(f"{source!r} is not a weight expression")
+        """The data of an expression. Raises TypeError for anything else."""
+        ops = [op for op, node in NODES.items() if type(source) is node]
+        if not ops:
+            raise TypeError(f"{source!r} is not a weight expression")
+        held = source.settings()
+        if "tensors" in held:
+            held["tensors"] = dict(held["tensors"])
+        return cls(op=ops[0], parts=[cls.of(child) for child in source.children], **held)  # type: ignore[arg-type]
 
     def build(self) -> Source:
-        parts = tuple(part.build() for part in self.parts)
-        match self.op:
-            case "stored":
-                assert self.name is not None
-                return Stored(self.name)
-            case "stack":
-                assert self.over is not None
-                assert self.count is not None
-                return Stack(self.over, self.count, parts[0])
-            case "concat":
-                assert self.dim is not None
-                return Concat(self.dim, parts)
-            case "transpose":
-                return Transpose(parts[0])
+        """The expression. Raises ValueError for fields that are not those of `op`."""
+        node = NODES[self.op]
+        held = {name: value for name in type(self).model_fields if (value := getattr(self, name)) is not None}
+        held.pop("op")
+        held.pop("parts")
+        if "tensors" in held:
+            held["tensors"] = tuple(held["tensors"].items())
+        children = tuple(part.build() for part in self.parts)
+        names = {field.name for field in fields(node)}  # type: ignore[arg-type]
+        if "parts" in names:
+            held["parts"] = children
+        elif "part" in names and len(children) == 1:
+            held["part"] = children[0]
+        elif children:
+            raise ValueError(f"{self.op} over {len(children)} expressions")
+        try:
+            return node(**held)
+        except TypeError as error:
+            raise ValueError(f"{self.op}: {error}") from None
+
+    @model_serializer(mode="wrap")
+    def _without_what_is_not_there(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        return {name: value for name, value in handler(self).items() if value is not None and value != []}
 
 
 class RuleSpec(Record):

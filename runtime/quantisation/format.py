@@ -77,11 +77,18 @@ def decode(made: Format, tensors: Mapping[str, Tensor]) -> Tensor:
     return out
 
 
-def decode_into(out: Tensor, made: Format, read: Read, shapes: Mapping[str, Shape], region: Region) -> None:
-    """Fills `out` with a region of the weight, cast to `out`'s dtype.
+def decode_into(
+    out: Tensor,
+    made: Format,
+    read: Read,
+    shapes: Mapping[str, Shape],
+    region: Region,
+    put: Callable[[Tensor, Tensor], object] = Tensor.copy_,
+) -> None:
+    """Fills `out` with a region of the weight.
 
     read(role, region): part of a stored tensor. region: one slice a dimension, with a positive step; `out` has its
-    lengths. Beside the result, memory for `CHUNK` elements is used.
+    lengths. put(place in `out`, values in float32) writes them, so many that no more than `CHUNK` are in memory.
     """
     shape = decoded_shape(made, shapes)
     single = len([size for size in shapes[made.scale] if size != 1]) == 0
@@ -99,7 +106,7 @@ def decode_into(out: Tensor, made: Format, read: Read, shapes: Mapping[str, Shap
             some = rows[start : start + step]
             values = _codes(made, read, lead, some, columns)
             scales = _scales(made, read, () if single else lead, some, columns, sizes, shapes, once)
-            into[start : start + step].copy_(values.mul_(scales))
+            put(into[start : start + step], values.mul_(scales))
 
 
 def _codes(made: Format, read: Read, lead: Region, rows: range, columns: range) -> Tensor:

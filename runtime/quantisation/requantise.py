@@ -108,12 +108,13 @@ def _scale(blocks: Tensor, codes: _Codes, dtype: torch.dtype) -> tuple[Tensor, T
             stored = torch.where(largest > 0, largest / most, 1.0).to(dtype)
             tried.append((stored, torch.where(stored > 0, stored.to(torch.float32), 1.0)))
     (stored, factor), *others = tried
-    error = _error(blocks, factor, codes) if others else None
-    for other, its_factor in others:
-        its_error = _error(blocks, its_factor, codes)
-        better = its_error < error
-        stored, factor = torch.where(better, other, stored), torch.where(better, its_factor, factor)
-        error = torch.where(better, its_error, error)
+    if others:
+        error = _error(blocks, factor, codes)
+        for other, its_factor in others:
+            its_error = _error(blocks, its_factor, codes)
+            better = its_error < error
+            stored, factor = torch.where(better, other, stored), torch.where(better, its_factor, factor)
+            error = torch.where(better, its_error, error)
     return stored, factor
 
 

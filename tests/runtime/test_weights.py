@@ -1,127 +1,142 @@
 """Weight rules as bijections: random expressions over random shapes, read and written in whole and in part."""
 
-import itertools
-import math
-
 import pytest
 import torch
+from expressions import cases, regions
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import dayzero.runtime.weights as weights
+from dayzero.onboard.generate import source_text
 from dayzero.runtime.safetensors_reader import TensorsReader
 from dayzero.runtime.spec import SourceSpec
-from dayzero.runtime.weights import BoundRule, Concat, Rule, Stack, Stored, Transpose, bind, whole
+from dayzero.runtime.weights import (
+    BoundRule,
+    Cast,
+    Concat,
+    Decoded,
+    Part,
+    Rule,
+    Stack,
+    Stored,
+    Tie,
+    Trim,
+    bind,
+    check_coverage,
+)
 
-SIZE = st.integers(1, 4)
-quick = settings(max_examples=150, deadline=None)
-
-
-LAYER = 3
-
-
-@st.composite
-def expressions(draw, shape=None, depth=3, stacked=None, counter=None):
-    """(source, stored tensors below it: name -> (shape, counts of the stacks around it)); the result has `shape`."""
-    shape = shape or tuple(draw(st.lists(SIZE, min_size=1, max_size=3)))
-    stacked, counter = stacked or {}, counter or itertools.count()
-    below = {"depth": depth - 1, "stacked": stacked, "counter": counter}
-    matrix = len(shape) >= 2
-    kind = draw(st.sampled_from(["stored"] + depth * (["concat"] + matrix * ["transpose", "stack"])))
-    if kind == "stored":
-        name = ".".join([f"t{next(counter)}", "{layer}", *(f"{{{index}}}" for index in stacked)])
-        return Stored(name), {name: (shape, stacked)}
-    if kind == "transpose":
-        part, stored = draw(expressions((*shape[:-2], shape[-1], shape[-2]), **below))
-        return Transpose(part), stored
-    if kind == "stack":
-        over = f"e{next(counter)}"
-        part, stored = draw(expressions(shape[1:], **{**below, "stacked": {**stacked, over: shape[0]}}))
-        return Stack(over, shape[0], part), stored
-    dim = draw(st.integers(0, len(shape) - 1))
-    cuts = sorted(draw(st.sets(st.integers(1, shape[dim] - 1), max_size=2))) if shape[dim] > 1 else []
-    parts, stored = [], {}
-    for start, end in itertools.pairwise([0, *cuts, shape[dim]]):
-        part, more = draw(expressions((*shape[:dim], end - start, *shape[dim + 1 :]), **below))
-        parts.append(part)
-        stored |= more
-    return Concat(dim, tuple(parts)), stored
+quick = settings(max_examples=200, deadline=None)
 
 
-@st.composite
-def cases(draw):
-    """(rule, its checkpoint tensors with a different value in every element, their shapes)."""
-    source, stored = draw(expressions())
-    tensors, value = {}, 0
-    for name, (shape, stacked) in stored.items():
-        for places in itertools.product(*map(range, stacked.values())):
-            index = dict(zip(stacked, places, strict=True))
-            size = math.prod(shape)
-            tensors[name.format(layer=LAYER, **index)] = torch.arange(value, value + size).reshape(shape)
-            value += size
-    return BoundRule("p", source, {"layer": LAYER}), tensors, {name: tuple(t.shape) for name, t in tensors.items()}
+class Counting(TensorsReader):
+    """Counts the values that are asked for."""
 
+    asked = 0
 
-def regions(shape):
-    bounds = [st.tuples(st.integers(0, size), st.integers(0, size)).map(sorted) for size in shape]
-    return st.tuples(*bounds).map(lambda pairs: tuple(slice(start, stop) for start, stop in pairs))
+    def read(self, name, region=None):
+        part = super().read(name, region)
+        self.asked += part.numel()
+        return part
 
 
 @quick
 @given(cases())
 def test_write_is_the_inverse_of_read(case):
-    rule, tensors, shapes = case
-    value = rule.read(TensorsReader(tensors), shapes)
-    assert tuple(value.shape) == rule.shape(shapes)
-    assert sorted(value.flatten().tolist()) == list(range(value.numel()))  # every element once
-    assert sorted(rule.names()) == sorted(tensors)
-    written = {}
-    for name, region, part in rule.write(value, shapes):
-        assert region == whole(shapes[name])
-        assert name not in written
-        written[name] = part
-    assert written.keys() == tensors.keys()
-    assert all(torch.equal(written[name], tensors[name]) for name in tensors)
+    values = {name: rule.read(TensorsReader(case.tensors), case.shapes) for name, rule in case.rules.items()}
+    found = [int(number) for value in values.values() for number in value.flatten()]
+    assert sorted(found) == sorted(case.live)  # every value that is no padding, once
+    assert {name for rule in case.rules.values() for name in rule.names()} == case.tensors.keys()
+    written = {name: torch.full_like(tensor, -1) for name, tensor in case.tensors.items()}
+    for parameter, rule in case.rules.items():
+        assert tuple(values[parameter].shape) == rule.shape(case.shapes)
+        for name, region, part in rule.write(values[parameter], case.shapes):
+            assert torch.all(written[name][region] == -1)  # nothing twice
+            written[name][region] = part.to(written[name].dtype)
+    for name, tensor in case.tensors.items():
+        assert torch.equal(written[name], tensor)
 
 
 @quick
 @given(st.data())
-def test_a_region_is_a_slice_of_the_whole(data):
-    rule, tensors, shapes = data.draw(cases())
-    region = data.draw(regions(rule.shape(shapes)))
-    asked = []
-
-    class Counting(TensorsReader):
-        def read(self, name, region=None):
-            part = super().read(name, region)
-            asked.append(part.numel())
-            return part
-
-    part = rule.read(Counting(tensors), shapes, region)
-    assert torch.equal(part, rule.read(TensorsReader(tensors), shapes)[region].to(part.dtype))
-    assert sum(asked) == part.numel()  # no byte that is not needed
+def test_a_region_is_the_slice_of_the_whole_and_reads_only_itself(data):
+    case = data.draw(cases())
+    region = data.draw(regions(case.rule.shape(case.shapes), steps=True))
+    reader = Counting(case.tensors)
+    part = case.rule.read(reader, case.shapes, region)
+    assert torch.equal(part, case.rule.read(TensorsReader(case.tensors), case.shapes)[region])
+    pieces = list(case.rule.pieces(part, case.shapes, region))
+    assert sum(piece.view.numel() for piece in pieces if piece.role == "value") == part.numel()
+    assert reader.asked == sum(piece.view.numel() for piece in pieces)  # no value that is not needed
 
 
 @quick
 @given(st.data())
 def test_writing_a_region_touches_exactly_it(data):
-    rule, tensors, shapes = data.draw(cases())
-    region = data.draw(regions(rule.shape(shapes)))
-    value = rule.read(TensorsReader(tensors), shapes)[region]
-    out = {name: torch.full_like(tensor, -1) for name, tensor in tensors.items()}
-    for name, place, part in rule.write(value, shapes, region):
+    case = data.draw(cases())
+    region = data.draw(regions(case.rule.shape(case.shapes), steps=True))
+    value = case.rule.read(TensorsReader(case.tensors), case.shapes)[region]
+    out = {name: torch.full_like(tensor, -1) for name, tensor in case.tensors.items()}
+    for name, place, part in case.rule.write(value, case.shapes, region):
         assert torch.all(out[name][place] == -1)
-        out[name][place] = part
-    got = rule.read(TensorsReader(out), shapes)
-    assert torch.equal(got[region].to(value.dtype), value)
+        out[name][place] = part.to(out[name].dtype)
+    got = torch.full(case.rule.shape(case.shapes), -1, dtype=value.dtype)
+    for piece in case.rule.pieces(got, case.shapes):
+        if piece.role == "value":
+            piece.view.copy_(out[next(piece.leaf.names(piece.index))][piece.region])
+    assert torch.equal(got[region], value)
     assert int((got != -1).sum()) == value.numel()
 
 
 @quick
+@given(st.data())
+def test_filling_shards_of_another_dtype(data):
+    case = data.draw(cases())
+    shape = case.rule.shape(case.shapes)
+    cut = data.draw(st.integers(0, shape[0]))
+    whole = torch.zeros(shape, dtype=torch.float64)
+    for start, stop in ((0, cut), (cut, shape[0])):
+        region = (slice(start, stop), *(slice(0, size) for size in shape[1:]))
+        case.rule.fill(whole[start:stop], TensorsReader(case.tensors), case.shapes, region)
+    assert torch.equal(whole, case.rule.read(TensorsReader(case.tensors), case.shapes).double())
+
+
+@quick
 @given(cases())
-def test_as_data_and_back(case):
-    rule, _, _ = case
-    spec = SourceSpec.of(rule.source)
-    assert SourceSpec.model_validate_json(spec.model_dump_json()).build() == rule.source
+def test_as_data_and_as_python_and_back(case):
+    spec = SourceSpec.of(case.rule.source)
+    assert SourceSpec.model_validate_json(spec.model_dump_json()).build() == case.rule.source
+    assert eval(source_text(spec), vars(weights).copy()) == case.rule.source
+
+
+@quick
+@given(st.data())
+def test_coverage(data):
+    case = data.draw(cases())
+    check_coverage(case.rules, case.shapes)
+    others = sorted(case.rules.keys() - {"p"})
+    if not others:
+        return
+    lost = data.draw(st.sampled_from(others))
+    with pytest.raises(ValueError, match=r"rows of t.* are read for nothing"):
+        check_coverage({name: rule for name, rule in case.rules.items() if name != lost}, case.shapes)
+    with pytest.raises(ValueError, match=rf"the same part of t.* is read for .*{lost}"):
+        check_coverage({**case.rules, "again": case.rules[lost]}, case.shapes)
+
+
+def test_quantised_as_data_and_as_python():
+    source = Stack("expert", 2, Decoded("mxfp4_packed", (("packed", "e{expert}.w_packed"), ("scale", "e{expert}.s"))))
+    spec = SourceSpec.of(source)
+    assert SourceSpec.model_validate_json(spec.model_dump_json()).build() == source
+    assert eval(source_text(spec), vars(weights).copy()) == source
+
+
+def test_a_field_of_another_node():
+    with pytest.raises(ValueError, match="stored"):
+        SourceSpec(op="stored", name="a", dim=1).build()
+    with pytest.raises(ValueError, match="transpose over 2 expressions"):
+        SourceSpec(op="transpose", parts=[SourceSpec(op="stored", name="a")] * 2).build()
+    with pytest.raises(ValueError, match="part"):
+        SourceSpec(op="transpose").build()
 
 
 def test_a_rule_stands_for_all_values_of_its_ranges():
@@ -138,6 +153,21 @@ def test_two_rules_for_one_parameter_or_tensor():
         bind([Rule("a{i}", Stored("x{i}"), {"i": range(3)}), Rule("a1", Stored("y"))])
     with pytest.raises(ValueError, match="x is read for both a and b"):
         bind([Rule("a", Stored("x")), Rule("b", Concat(0, (Stored("y"), Stored("x"))))])
+    with pytest.raises(ValueError, match="x is read for both a and b"):
+        bind([Rule("a", Part(0, 0, 2, Stored("x"))), Rule("b", Stored("x"))])
+    with pytest.raises(ValueError, match="x is read for both a and a"):
+        bind([Rule("a", Concat(0, (Stored("x"), Stored("x"))))])
+    assert len(bind([Rule("a", Part(0, 0, 2, Stored("x"))), Rule("b", Part(0, 2, 4, Stored("x")))])) == 2
+
+
+def test_parts_that_overlap_or_leave_something_out():
+    shapes = {"x": (6, 2)}
+    rules = [Rule("a", Part(0, 0, 2, Stored("x"))), Rule("b", Part(0, 2, 4, Stored("x")))]
+    with pytest.raises(ValueError, match=r"2 of 6 rows of x \[6, 2\] are read for nothing, from 4 of dimension 0 on"):
+        check_coverage(bind(rules), shapes)
+    check_coverage(bind([*rules, Rule("c", Part(0, 4, 6, Stored("x")))]), shapes)
+    with pytest.raises(ValueError, match="the same part of x is read for c and b"):
+        check_coverage(bind([*rules, Rule("c", Part(0, 3, 6, Stored("x")))]), shapes)
 
 
 def test_parts_that_do_not_fit():
@@ -149,3 +179,44 @@ def test_parts_that_do_not_fit():
         Stack("i", 2, Stored("e{i}")).shape(shapes, {})
     with pytest.raises(KeyError, match="missing"):
         Stored("missing").shape(shapes, {})
+    with pytest.raises(ValueError, match="a and b are tied but have different shapes"):
+        Tie((Stored("a"), Stored("b"))).shape(shapes, {})
+    with pytest.raises(ValueError, match=r"a \[2, 3\] has no rows 1:3 in 1 groups"):
+        Part(0, 1, 3, Stored("a")).shape(shapes, {})
+    with pytest.raises(ValueError, match=r"b \[2, 4\] has no rows 0:1 in 3 groups"):
+        Part(1, 0, 1, Stored("b"), groups=3).shape(shapes, {})
+    with pytest.raises(ValueError, match=r"e0 \[2\] has fewer than 3 rows"):
+        Trim(0, 3, Stored("e0")).shape(shapes, {})
+    with pytest.raises(ValueError, match="3 rows are not blocks of 3 in which 2 alternate"):
+        weights.Deinterleave(0, 2, Stored("e1")).shape(shapes, {})
+    with pytest.raises(ValueError, match=r"a \[2, 3\] has more than one element"):
+        weights.Squeeze((0,), Stored("a")).shape(shapes, {})
+    with pytest.raises(ValueError, match=r"e1 \[3\] does not fall into 2"):
+        weights.Unflatten(0, 2, Stored("e1")).shape(shapes, {})
+
+
+def test_padding_that_is_not_zero_and_copies_that_differ():
+    tensors = {"a": torch.tensor([1.0, 2.0, 0.0, 3.0]), "b": torch.tensor([1.0, 2.0, 0.0, 3.5])}
+    shapes = {"a": (4,), "b": (4,)}
+    with pytest.raises(ValueError, match="a has 1 values that are not 0 where padding belongs"):
+        BoundRule("p", Trim(0, 2, Stored("a")), {}).read(TensorsReader(tensors), shapes)
+    with pytest.raises(ValueError, match="b differs from the tensor that it should repeat"):
+        BoundRule("p", Tie((Stored("a"), Stored("b"))), {}).read(TensorsReader(tensors), shapes)
+    same = tensors | {"b": tensors["a"].clone()}
+    rule = BoundRule("p", Tie((Stored("a"), Stored("b"))), {})
+    assert torch.equal(rule.read(TensorsReader(same), shapes), tensors["a"])
+    assert [name for name, _, _ in rule.write(tensors["a"], shapes)] == ["a", "b"]
+
+
+def test_dtypes():
+    tensors = {"a": torch.ones(2, dtype=torch.bfloat16), "b": torch.full((2,), 1 + 2**-12)}
+    shapes = {"a": (2,), "b": (2,)}
+    both = BoundRule("p", Concat(0, (Stored("a"), Stored("b"))), {}).read(TensorsReader(tensors), shapes)
+    assert both.dtype == torch.float32
+    assert both[2] == 1 + 2**-12  # one float32 tensor among others loses nothing
+    assert BoundRule("p", Stored("a"), {}).read(TensorsReader(tensors), shapes).dtype == torch.bfloat16
+    rounded = BoundRule("p", Cast("bfloat16", Stored("b")), {})
+    assert torch.equal(rounded.read(TensorsReader(tensors), shapes), torch.ones(2, dtype=torch.bfloat16))
+    wide = torch.zeros(2)
+    rounded.fill(wide, TensorsReader(tensors), shapes)
+    assert torch.equal(wide, torch.ones(2))
