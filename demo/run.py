@@ -55,9 +55,12 @@ def main() -> None:
     run, crashed = WORK / "run", WORK / "run_killed"
     for folder in (run, crashed, WORK / "export", WORK / "adapter"):
         shutil.rmtree(folder, ignore_errors=True)
-    arguments = ["train", package, "--data", train_file, "--eval-data", held_out, "--nproc", "2"]
+    arguments = ["train", package, "--data", train_file, "--nproc", "2"]
     arguments += [part for setting in SETTINGS for part in ("--set", setting)]
-    step("4/7 train: LoRA, 2 processes, expert parallel", lambda: command("runtime", *arguments, "--run", run))
+    step(
+        "4/7 train: LoRA, 2 processes, expert parallel",
+        lambda: command("runtime", *arguments, "--eval-data", held_out, "--run", run),
+    )
     step("5/7 kill -9 a process, resume, compare", lambda: kill_and_resume(arguments, run, crashed))
     step("6/7 export", lambda: export(run))
     step("7/7 load in transformers and peft, compare", lambda: verify(package, run, held_out))
