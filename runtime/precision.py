@@ -8,10 +8,10 @@ from torch import nn
 
 from dayzero.runtime.headers import TensorHeader
 from dayzero.runtime.safetensors_reader import torch_dtype
-from dayzero.runtime.weights import Rule, bind
+from dayzero.runtime.weights import Region, Rule, bind
 
 Precision = Literal["bf16", "fp32"]
-FROZEN = ("BF16", "F16", "F32")
+FROZEN = (torch.bfloat16, torch.float16, torch.float32)
 
 
 def compute_dtype(precision: Precision) -> torch.dtype | None:
@@ -31,10 +31,24 @@ def keep_parameters(model: nn.Module, precision: Precision, stored: Mapping[str,
 
 
 def stored_dtypes(rules: Sequence[Rule], headers: Mapping[str, TensorHeader]) -> dict[str, torch.dtype]:
-    """Parameter name -> the dtype of its tensors in the checkpoint, where they all have the same 16 or 32 bit one."""
+    """Parameter name -> the 16 or 32 bit dtype that holds what its tensors stand for."""
     dtypes = {}
     for name, rule in bind(rules).items():
-        found = {headers[source].dtype for source in rule.names() if source in headers}
-        if len(found) == 1 and found <= set(FROZEN):
-            dtypes[name] = torch_dtype(found.pop())
+        if all(source in headers for source in rule.names()):
+            held = rule.source.dtype(_Headers(headers), rule.index)
+            if held in FROZEN:
+                dtypes[name] = held
     return dtypes
+
+
+class _Headers:
+    """What the headers alone can tell of a checkpoint's tensors."""
+
+    def __init__(self, headers: Mapping[str, TensorHeader]):
+        self.headers = headers
+
+    def dtype(self, name: str) -> torch.dtype:
+        return torch_dtype(self.headers[name].dtype)
+
+    def read(self, name: str, region: Region | None = None) -> torch.Tensor:
+        raise NotImplementedError
