@@ -73,15 +73,17 @@ def varied_fields(config: Mapping[str, Any], reads: set[str]) -> Iterator[tuple[
 def intervene(
     small: Mapping[str, Any],
     reads: set[str],
+    dormant: set[str],
     proven: Proven,
     ids: torch.Tensor,
     identity: CheckpointId,
     tell: Callable[[str], None] = lambda line: None,
 ) -> list[Intervention]:
-    """Varies every field that the reference reads, on the shrunk config `small`."""
+    """Varies every field that the reference reads, and the dormant ones, which it knows but does not read at these
+    values, on the shrunk config `small`."""
     base = _logits(small, ids)
     done: list[Intervention] = []
-    for name, value, other in varied_fields(small, reads):
+    for name, value, other in varied_fields(small, reads | dormant):
         tell(f"varying {name}")
         field = name.split(".")[0]
         altered = {**small, field: other}

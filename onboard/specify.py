@@ -9,13 +9,14 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
+from torch import nn
 
 from dayzero.onboard.candidates import Candidate
 from dayzero.onboard.composition import NotProven, Unproven, load_reference, prove_model, specification_of
 from dayzero.onboard.config_fields import IRRELEVANT, RENAMED
 from dayzero.onboard.interventions import Intervention, intervene
 from dayzero.onboard.prove import Attempt
-from dayzero.onboard.reference import UnknownArchitecture, build, on_disk, redraw
+from dayzero.onboard.reference import UnknownArchitecture, build, on_disk, redraw, run
 from dayzero.onboard.rules import NoRule, find_rules, full_rules, layer_templates
 from dayzero.onboard.shrink import SEQUENCE, layer_signatures, shrink
 from dayzero.runtime.errors import InputError
@@ -51,22 +52,19 @@ def specify(
 ) -> Specification:
     """Raises NotProven with everything that stayed open, InputError where the config itself is wrong."""
     try:
-        small = shrink(config)
-        tell(f"shrunk to {small_summary(small)}")
-        reference, reads = build(small, record=True)
         full, _ = build(config, device="meta")
+        small = shrink(config)
     except UnknownArchitecture as error:
         raise NotProven([Unproven("config.json", str(error))]) from None
+    tell(f"shrunk to {small_summary(small)}")
     generator = torch.Generator().manual_seed(0)
-    redraw(reference, generator)
-    vocabulary = reference.get_input_embeddings().weight.shape[0]  # type: ignore[operator]
-    ids = torch.randint(3, vocabulary, (2, SEQUENCE), generator=generator)
+    reference, reads, ids = _small_reference(small, generator)
     proven, attempts = prove_model(reference, ids, generator, tell)
     reads = (reads | {stored_as(reference.config, name) for name in reads}) & small.keys()
     unread = unread_fields(config, reads, reference.config)
     # A field of the class that is not read at these values may be read at others, or never: vary it to see.
     dormant = {name for name in unread if name in declared_fields(reference.config)}
-    interventions = intervene(small, reads | dormant, proven, ids, identity, tell)
+    interventions = intervene(small, reads, dormant, proven, ids, identity, tell)
     inert = {name for item in interventions for name in item.reads}
     inert |= {item.field for item in interventions if item.field in dormant and item.effect in {"none", "refused"}}
     unread = [name for name in unread if name not in inert]
@@ -98,6 +96,23 @@ def specify(
         unread=unread,
         interventions=interventions,
     )
+
+
+def _small_reference(small: Mapping[str, Any], generator: torch.Generator) -> tuple[nn.Module, set[str], torch.Tensor]:
+    """The shrunk reference, weights redrawn, the fields it read, and ids that it runs on. Raises NotProven where the
+    sizes chosen here are not ones that the architecture can have."""
+    try:
+        reference, reads = build(small, record=True)
+        redraw(reference, generator)
+        vocabulary = reference.get_input_embeddings().weight.shape[0]  # type: ignore[operator]
+        ids = torch.randint(3, vocabulary, (2, SEQUENCE), generator=generator)
+        with torch.no_grad():
+            run(reference, ids)
+    except (InputError, RuntimeError, ValueError, TypeError, AttributeError, KeyError, IndexError) as error:
+        said = error.found if isinstance(error, InputError) else f"{type(error).__name__}: {error}"
+        why = f"the reference does not run at the small sizes of a proof ({' '.join(said.split())[:200]})"
+        raise NotProven([Unproven("config.json", why)]) from None
+    return reference, reads, ids
 
 
 def _tried(path: str, attempts: list[Attempt]) -> Tried:
