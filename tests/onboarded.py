@@ -40,11 +40,9 @@ VARIANTS = {
     "qwen3_moe, weights as they are": ("qwen3_moe", {"norm_topk_prob": False}),
     "qwen3_moe, every second layer": ("qwen3_moe", {"decoder_sparse_step": 2, "mlp_only_layers": []}),
     "qwen3_moe, attention bias": ("qwen3_moe", {"attention_bias": True}),
-    "qwen3_moe, tied": ("qwen3_moe", {"tie_word_embeddings": True}),
     "olmoe, clip": ("olmoe", {"clip_qkv": 0.5}),
     "olmoe, weights that sum to one": ("olmoe", {"norm_topk_prob": True}),
     "olmoe, no grouped heads": ("olmoe", {"num_key_value_heads": 4}),
-    "olmoe, gelu": ("olmoe", {"hidden_act": "gelu"}),
 }
 
 

@@ -221,10 +221,8 @@ def contents(package):
     return found
 
 
-@pytest.mark.parametrize(
-    "name",
-    ["llama", pytest.param("mixtral", marks=pytest.mark.slow), pytest.param("qwen3_moe", marks=pytest.mark.slow)],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["llama", "qwen3_moe"])
 def test_the_same_checkpoint_gives_the_same_bytes(name, tmp_path):
     """Another process, another place of the checkpoint, another output folder, another hash seed."""
     made = onboarded.get(name, align=True)
