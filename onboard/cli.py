@@ -113,41 +113,17 @@ def _run(
 
 
 @app.command()
-def inspect(checkpoint: CheckpointFolder, as_json: Json = False) -> None:
+def inspect(
+    checkpoint: CheckpointFolder,
+    tensor: Annotated[str | None, typer.Option("--tensor", help="One tensor: role, fate, shape, bytes")] = None,
+    diff: Annotated[Path | None, typer.Option("--diff", help="Another checkpoint: what changed", metavar="DIR")] = None,
+    html: Annotated[Path | None, typer.Option("--html", help="Write a picture of it", metavar="FILE")] = None,
+    as_json: Json = False,
+) -> None:
     """What is in a checkpoint, from its headers alone: no tensor is read, no code is run."""
-    from dayzero.onboard.checkpoint import read_checkpoint
-    from dayzero.onboard.classify import classify
-    from dayzero.onboard.report import readable_bytes, readable_count
+    from dayzero.onboard.inspect_command import inspect_checkpoint
 
-    found = read_checkpoint(checkpoint)
-    ledger = classify(found)
-    if as_json:
-        good = not ledger.unaccounted and not ledger.unread_config
-        verdict = "PASS" if good else "UNVERIFIED"
-        _last_line(True, {"command": "inspect", "ok": good, "verdict": verdict, "package": None, **ledger.summary()})
-        return
-    console = Console()
-    console.print(
-        f"[bold]{found.architecture}[/]: {readable_count(ledger.parameters)} parameters, {ledger.tensors} tensors, "
-        f"{readable_bytes(ledger.bytes)}",
-        highlight=False,
-    )
-    layers = Table("layers", "mixer", "feed-forward", box=None, pad_edge=False)
-    for row in ledger.layers:
-        layers.add_row(row.layers, row.mixer, row.ffn)
-    console.print(layers)
-    if ledger.experts.count:
-        console.print(f"experts: {ledger.experts.count}, {ledger.experts.top_k} a token", highlight=False)
-    tensors = Table("tensors", "count", "shape", "dtype", "role", box=None, pad_edge=False)
-    for group in ledger.groups:
-        tensors.add_row(group.pattern, str(group.count), " x ".join(map(str, group.shape)), group.dtype, group.role)
-    console.print(tensors)
-    for tensor in ledger.unaccounted[:10]:
-        console.print(f"role unknown: {tensor}", highlight=False, markup=False)
-    for field in ledger.unread_config:
-        console.print(
-            f"config field unknown by name: {_plain(field)} (a run asks the reference)", highlight=False, markup=False
-        )
+    _last_line(as_json, inspect_checkpoint(checkpoint, None if as_json else Console(), tensor, diff, html))
 
 
 @app.command()

@@ -15,6 +15,7 @@ from dayzero.onboard.align import Alignment
 from dayzero.onboard.align.ladder import TITLES
 from dayzero.onboard.classify import Ledger
 from dayzero.onboard.interventions import Intervention
+from dayzero.onboard.readable import readable_bytes, readable_count
 from dayzero.onboard.tensor_names import ranges
 from dayzero.runtime.plan import Plan
 from dayzero.runtime.spec import BlockSpec, ModelSpec, Record
@@ -34,24 +35,6 @@ class Findings(Record):
 
     interventions: list[Intervention] = Field(default_factory=list)
     ignored_config: dict[str, str] = Field(default_factory=dict)
-
-
-def readable_bytes(count: float) -> str:
-    """`1.5 GB`, decimal."""
-    for unit in ("B", "kB", "MB", "GB", "TB"):
-        if abs(count) < 1000 or unit == "TB":
-            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.3g} {unit}"
-        count /= 1000
-    raise AssertionError
-
-
-def readable_count(count: float) -> str:
-    """`2.78 T`, `373 M`."""
-    for unit in ("", " k", " M", " B", " T"):
-        if abs(count) < 1000 or unit == " T":
-            return f"{count:.3g}{unit}"
-        count /= 1000
-    raise AssertionError
 
 
 def _error(value: float) -> str:

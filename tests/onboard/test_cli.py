@@ -14,6 +14,7 @@ from dayzero.onboard import cli
 from dayzero.runtime.errors import InputError
 
 SUMMARY = {"tensors", "bytes", "parameters", "layers", "experts", "quantization", "unaccounted", "unread_config"}
+SUMMARY |= {"formats", "tied", "mtp", "budget", "findings", "maths_config"}
 
 
 @pytest.fixture
@@ -41,7 +42,7 @@ def test_inspect_counts_what_is_there(onboard):
     code, out, err = onboard("inspect", source, "--json")
     assert (code, err, out.count("\n")) == (0, "", 1)
     result, tensors = last(out), load_file(source / "model.safetensors")
-    assert result.keys() == SUMMARY | {"command", "ok", "verdict", "package"}
+    assert result.keys() == SUMMARY | {"command", "ok", "verdict", "package", "runs", "groups"}
     assert (result["command"], result["ok"], result["verdict"], result["package"]) == ("inspect", True, "PASS", None)
     assert result["tensors"] == len(tensors)
     assert result["parameters"] == sum(tensor.numel() for tensor in tensors.values())

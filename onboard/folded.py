@@ -1,0 +1,25 @@
+"""The tensors of a whole checkpoint by pattern."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from dayzero.onboard.roles import joins_embeddings
+from dayzero.onboard.tensor_names import Group, fold, split_layers
+from dayzero.runtime.headers import TensorHeader, collector_paused
+
+
+@dataclass
+class Folded:
+    """The tensors of a checkpoint by pattern. mtp: numbers of layers that predict further tokens."""
+
+    groups: list[Group]
+    mtp: set[int]
+
+
+def fold_checkpoint(headers: Mapping[str, TensorHeader]) -> Folded:
+    """Groups by pattern, dtype and shape; layers that predict further tokens stand by themselves, since they are often
+    numbered on after the last layer."""
+    with collector_paused():
+        groups = fold(headers)
+        mtp = {layer for group in groups if joins_embeddings(group.pattern) for layer in group.layers}
+        return Folded(split_layers(groups, mtp, headers), mtp)
