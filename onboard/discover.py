@@ -110,7 +110,10 @@ class ModelParts:
 
 
 def record_calls(model: nn.Module, ids: Tensor) -> tuple[dict[str, Call], Tensor]:
-    """Runs the model once; the first call of every module by path, in order of completion, and the logits."""
+    """Runs the model once; the first call of every module by path, in order of completion, and the logits.
+
+    Raises Undiscovered for a model that cannot run.
+    """
     calls: dict[str, Call] = {}
     handles = []
     for path, module in model.named_modules():
@@ -123,6 +126,9 @@ def record_calls(model: nn.Module, ids: Tensor) -> tuple[dict[str, Call], Tensor
     try:
         with torch.no_grad(), Promote():
             logits = model(input_ids=ids, use_cache=False).logits
+    except (RuntimeError, TypeError, ValueError, AttributeError, IndexError, KeyError) as error:
+        found = " ".join(str(error).split())[:200]
+        raise Undiscovered(f"the reference does not run at small sizes ({type(error).__name__}: {found})") from None
     finally:
         for handle in handles:
             handle.remove()
@@ -154,6 +160,10 @@ def discover(model: nn.Module, ids: Tensor) -> ModelParts:
         else [],
         deepest=True,
     )
+    if not same(nn.functional.embedding(ids, calls[embed].module.weight), calls[embed].result):  # type: ignore[arg-type]
+        raise Undiscovered(f"embedding: what {embed} gives is not the rows of its table")
+    if not same(nn.functional.linear(calls[head].hidden, calls[head].module.weight), logits):  # type: ignore[arg-type]
+        raise Undiscovered(f"head: what {head} gives is not the product with its matrix")
     tables = tensors((calls[f"{layers}.0"].args, calls[f"{layers}.0"].kwargs))
     rotary = [
         path

@@ -10,12 +10,13 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from dayzero.onboard.candidates import Candidate
 from dayzero.onboard.composition import NotProven, Unproven, load_reference, prove_model, specification_of
 from dayzero.onboard.config_fields import IRRELEVANT, RENAMED
 from dayzero.onboard.interventions import Intervention, intervene
-from dayzero.onboard.prove import Attempt
+from dayzero.onboard.prove import TOLERANCE, Attempt, relative_error
 from dayzero.onboard.reference import UnknownArchitecture, build, on_disk, redraw, run
 from dayzero.onboard.rules import NoRule, find_rules, full_rules, layer_templates
 from dayzero.onboard.shrink import SEQUENCE, layer_signatures, shrink
@@ -71,6 +72,7 @@ def specify(
     shrunk = specification_of(reference, reference.config, proven, list(range(len(proven.layers))), identity, name)
     shrunk_model = shrunk.build().to(torch.float64)
     load_reference(shrunk_model, reference, proven)
+    _prove_composition(shrunk_model, reference, ids)
     try:
         found = find_rules(dict(shrunk_model.named_parameters()), on_disk(reference))
         templates = layer_templates(found)
@@ -113,6 +115,16 @@ def _small_reference(small: Mapping[str, Any], generator: torch.Generator) -> tu
         why = f"the reference does not run at the small sizes of a proof ({' '.join(said.split())[:200]})"
         raise NotProven([Unproven("config.json", why)]) from None
     return reference, reads, ids
+
+
+def _prove_composition(ours: torch.nn.Module, reference: torch.nn.Module, ids: torch.Tensor) -> None:
+    """Proven blocks put together must give the reference's logits. Raises NotProven."""
+    bounds = torch.arange(0, ids.numel() + 1, ids.shape[1])
+    with torch.no_grad(), sdpa_kernel(SDPBackend.MATH):
+        error = relative_error(ours(ids.flatten(), bounds).view(*ids.shape, -1), run(reference, ids))
+    if not error <= TOLERANCE:
+        why = f"every block is proven, but put together they miss the logits by {error:.1e}"
+        raise NotProven([Unproven("structure", why)])
 
 
 def _tried(path: str, attempts: list[Attempt]) -> Tried:
