@@ -90,6 +90,27 @@ def test_scaled_logits_have_no_head(model):
         discover(model, IDS)
 
 
+def test_scaled_rows_are_no_plain_embedding(model):
+    """As Gemma's: the scale is inside the module, so that the layers still follow it."""
+    forward = model.glyphs.forward
+    model.glyphs.forward = lambda ids: forward(ids) * 48**0.5
+    with pytest.raises(Undiscovered, match="embedding: what glyphs gives is not the rows of its table"):
+        discover(model, IDS)
+
+
+def test_a_head_with_a_bias_is_no_plain_head(model):
+    model.mouth.bias = nn.Parameter(torch.ones(131, dtype=torch.float64))
+    with pytest.raises(Undiscovered, match="head: what mouth gives"):
+        discover(model, IDS)
+
+
+def test_a_reference_that_does_not_run_is_said(model):
+    model.tower[1].see.pupil = 13
+    with pytest.raises(Undiscovered, match="does not run at small sizes"):
+        discover(model, IDS)
+    assert not any(module._forward_hooks for module in model.modules())
+
+
 def test_solving_for_coefficients():
     a, b, c = (torch.randn(2, 3, generator=torch.Generator().manual_seed(n), dtype=torch.float64) for n in range(3))
     assert solve(a + 2.5 * b, {"a": a, "b": b, "c": c}) == {"a": 1.0, "b": 2.5}
