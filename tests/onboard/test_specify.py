@@ -93,12 +93,13 @@ def config_for(model_type, architecture):
     return {**AutoConfig.for_model(model_type).to_dict(), "architectures": [architecture]}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("model_type", "architecture", "says"),
     [
         ("gemma", "GemmaForCausalLM", "embedding"),
         ("gemma2", "Gemma2ForCausalLM", "head"),
-        ("deepseek_v3", "DeepseekV3ForCausalLM", "does not run at small sizes"),
+        ("deepseek_v3", "DeepseekV3ForCausalLM", "does not run at"),
         ("gpt_oss", "GptOssForCausalLM", "GptOssAttention"),
         ("qwen2_moe", "Qwen2MoeForCausalLM", "Qwen2MoeSparseMoeBlock"),
         ("granitemoe", "GraniteMoeForCausalLM", "GraniteMoeAttention"),
@@ -106,7 +107,7 @@ def config_for(model_type, architecture):
         ("phi", "PhiForCausalLM", "structure"),
         ("falcon", "FalconForCausalLM", "structure"),
         ("mamba", "MambaForCausalLM", "structure"),
-        ("gptj", "GPTJForCausalLM", "does not run at small sizes"),
+        ("gptj", "GPTJForCausalLM", "does not run at"),
         ("bloom", "BloomForCausalLM", "layers"),
         ("bart", "BartForCausalLM", "number of layers"),
     ],
