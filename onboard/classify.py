@@ -19,6 +19,7 @@ from dayzero.onboard.roles import part_of, role_of
 from dayzero.onboard.settle import settle
 from dayzero.onboard.tensor_names import Group, pattern_of, ranges
 from dayzero.runtime.headers import TensorHeader
+from dayzero.runtime.packed import QuantizedTensor
 
 __all__ = ["Ledger", "classify", "settle"]
 
@@ -28,13 +29,15 @@ def classify(checkpoint: Checkpoint) -> Ledger:
     nothing counts as unaccounted but tensors whose role is unknown."""
     headers, view = checkpoint.headers, ConfigView(checkpoint.config)
     folded = fold_checkpoint(headers)
-    groups = _with_notes(_tensor_groups(folded, headers))
+    weights, misfits = packed_weights(folded.groups, headers)
+    groups = _with_notes(_tensor_groups(folded, weights, headers))
     text = [number for number, group in enumerate(groups) if group.part == "text" and group.part_of is None]
     kinds, found = compare(view, kinds_of_layers([folded.groups[n] for n in text], [groups[n].role for n in text]))
     mtp = _further_token_layers(folded, groups)
     found = [
         *all_findings(view, groups, folded.groups, kinds, mtp),
         *found,
+        *misfits,
         *disagreements(groups, checkpoint.quantization),
     ]
     experts = _experts(view, groups, folded.groups)
@@ -60,8 +63,9 @@ def classify(checkpoint: Checkpoint) -> Ledger:
     )
 
 
-def _tensor_groups(folded: Folded, headers: Mapping[str, TensorHeader]) -> list[TensorGroup]:
-    weights = packed_weights(folded.groups, headers)
+def _tensor_groups(
+    folded: Folded, weights: Sequence[QuantizedTensor | None], headers: Mapping[str, TensorHeader]
+) -> list[TensorGroup]:
     numbers = {
         (group.pattern, group.dtype, group.shape, bool(folded.mtp & set(group.layers))): number
         for number, group in enumerate(folded.groups)

@@ -7,8 +7,9 @@ from typing import Any
 
 from dayzero.onboard.ledger import Finding, TensorGroup, finding
 from dayzero.onboard.tensor_names import Group
+from dayzero.runtime.errors import InputError
 from dayzero.runtime.headers import TensorHeader
-from dayzero.runtime.quantisation.groups import QuantizedTensor, quantised_groups
+from dayzero.runtime.packed import QuantizedTensor, quantised_groups
 
 _NARROW = {"F8_E4M3", "F8_E5M2", "F8_E8M0", "F4", "U8", "I8", "I32"}
 _NEVER_QUANTISED = ("norm", "embedding", "head", "router", "stream", "decay", "convolution", "bias", "sink", "skip")
@@ -33,11 +34,22 @@ class _Samples(Mapping[str, TensorHeader]):
         return len(self.names)
 
 
-def packed_weights(folded: Sequence[Group], headers: Mapping[str, TensorHeader]) -> list[QuantizedTensor | None]:
-    """For every group the quantised weight whose codes it holds, by its first tensor; None for the others."""
-    samples = _Samples(headers, [group.names[0] for group in folded if group.dtype in _NARROW])
-    by_codes = {next(iter(weight.parts.values())): weight for weight in quantised_groups(samples).values()}
-    return [by_codes.get(group.names[0]) for group in folded]
+def packed_weights(
+    folded: Sequence[Group], headers: Mapping[str, TensorHeader]
+) -> tuple[list[QuantizedTensor | None], list[Finding]]:
+    """For every group the quantised weight whose codes it holds, by its first tensor, None for the others; and a
+    finding for scales that fit no weight."""
+    made: list[QuantizedTensor | None] = []
+    found = []
+    for group in folded:
+        weights: dict[str, QuantizedTensor] = {}
+        if group.dtype in _NARROW:
+            try:
+                weights = quantised_groups(_Samples(headers, group.names[:1]))
+            except InputError as error:
+                found.append(finding("damage", f"{group.pattern} has scales that do not fit it", error.found))
+        made.append(next(iter(weights.values()), None))
+    return made, found
 
 
 def disagreements(groups: Sequence[TensorGroup], quantization: Mapping[str, Any]) -> Iterator[Finding]:

@@ -3,9 +3,9 @@
 One file a format; `FORMATS` holds them by name. `quantised_groups` finds them by names, dtypes and shapes.
 """
 
+from dayzero.runtime.packed import QuantizedTensor, decoded_shape, quantised_groups
 from dayzero.runtime.quantisation import fp8, int4, mxfp4, nvfp4
-from dayzero.runtime.quantisation.format import Format, decode, decode_into, decoded_shape
-from dayzero.runtime.quantisation.groups import QuantizedTensor, quantised_groups
+from dayzero.runtime.quantisation.format import Format, decode, decode_into
 from dayzero.runtime.quantisation.requantise import RoundTrip, encode
 
 FORMATS: dict[str, Format] = {

@@ -12,60 +12,23 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-Shape = tuple[int, ...]
+from dayzero.runtime.packed import Layout, Shape, block, decoded_shape
+
 Region = tuple[slice, ...]
 Read = Callable[[str, Region], Tensor]
 CHUNK = 1 << 20  # elements decoded at a time: what a read needs beside its result
-BLOCKS = ((128, 128), (1, 128), (1, 32), (1, 16), (64, 64), (32, 32), (16, 16), (256, 256))
 
 
-@dataclass(frozen=True)
-class Format:
-    """codes, scale: roles of the two tensors. per: elements in one stored column.
+@dataclass(frozen=True, kw_only=True)
+class Format(Layout):
+    """A layout, and what its numbers are.
 
     unpack: codes [rows, columns] -> float32 [rows, per * columns]. multipliers: scales [r, c] and the tensors of the
-    roles in `once` (whole, read for every region) -> float32 [r, c]. inner: size of the codes' last dimension where
-    that repeats inside a block: codes [..., R, G, inner] are columns [..., R, G * inner].
+    roles in `once` (whole, read for every region) -> float32 [r, c].
     """
 
-    name: str
-    codes: str
-    scale: str
-    per: int
     unpack: Callable[[Tensor], Tensor]
     multipliers: Callable[[Tensor, Mapping[str, Tensor]], Tensor]
-    once: tuple[str, ...] = ()
-    inner: int | None = None
-
-
-def decoded_shape(made: Format, shapes: Mapping[str, Shape]) -> Shape:
-    """Shape of the weight that tensors of these shapes stand for. Raises ValueError where they do not fit together."""
-    codes = shapes[made.codes]
-    if made.inner is not None:
-        if len(codes) < 3 or codes[-1] != made.inner:
-            raise ValueError(f"{made.name} codes {list(codes)} do not end in {made.inner}")
-        codes = (*codes[:-2], codes[-2] * made.inner)
-    if len(codes) < 2:
-        raise ValueError(f"{made.name} codes {list(codes)} are not a matrix")
-    shape = (*codes[:-1], codes[-1] * made.per)
-    block(made, shapes, shape)
-    return shape
-
-
-def block(made: Format, shapes: Mapping[str, Shape], shape: Shape) -> tuple[int, int]:
-    """(rows, columns) that share a scale. Raises ValueError where no block size explains the scales' shape."""
-    grid = shapes[made.scale]
-    if len([size for size in grid if size != 1]) == 0:
-        return max(shape[-2], 1), max(shape[-1], 1)  # one scale for all
-    if len(grid) != len(shape) or grid[:-2] != shape[:-2]:
-        raise ValueError(f"{made.name} scales {list(grid)} are no grid over {list(shape)}")
-    exact = tuple(
-        size // count if count and size % count == 0 else 0 for size, count in zip(shape[-2:], grid[-2:], strict=True)
-    )
-    for rows, columns in (*BLOCKS, exact):
-        if rows and columns and (-(-shape[-2] // rows), -(-shape[-1] // columns)) == grid[-2:]:
-            return rows, columns
-    raise ValueError(f"{made.name} scales {list(grid)} are no grid over {list(shape)}")
 
 
 def decode(made: Format, tensors: Mapping[str, Tensor]) -> Tensor:

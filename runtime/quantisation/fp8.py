@@ -7,16 +7,17 @@ as E8M0. `mxfp8`: 1 x 32 blocks with E8M0 scales (OCP Microscaling Formats 1.0),
 
 import torch
 
+from dayzero.runtime.packed import FP8_BLOCK, FP8_UE8M0, MXFP8, Layout
 from dayzero.runtime.quantisation import e8m0
 from dayzero.runtime.quantisation.format import Format
 
 LARGEST = 448.0
 
 
-def _made(name: str, multipliers) -> Format:
-    return Format(name, "weight", "scale", 1, lambda codes: codes.to(torch.float32), multipliers)
+def _made(layout: Layout, multipliers) -> Format:
+    return Format(**vars(layout), unpack=lambda codes: codes.to(torch.float32), multipliers=multipliers)
 
 
-BLOCK = _made("fp8_block", lambda scales, _: scales.to(torch.float32))
-UE8M0 = _made("fp8_ue8m0", lambda scales, _: e8m0.unpack(scales))
-MX = _made("mxfp8", lambda scales, _: e8m0.unpack(scales))
+BLOCK = _made(FP8_BLOCK, lambda scales, _: scales.to(torch.float32))
+UE8M0 = _made(FP8_UE8M0, lambda scales, _: e8m0.unpack(scales))
+MX = _made(MXFP8, lambda scales, _: e8m0.unpack(scales))

@@ -7,6 +7,7 @@ them holds [R, C] once more.
 import torch
 from torch import Tensor
 
+from dayzero.runtime.packed import INT4_PACKED
 from dayzero.runtime.quantisation.format import Format
 
 ZERO = 8  # the code of 0: codes 0 .. 15 stand for -8 .. 7
@@ -26,6 +27,4 @@ def pack(numbers: Tensor) -> Tensor:
     return torch.where(words >= 1 << 31, words - (1 << 32), words).to(torch.int32)
 
 
-PACKED = Format(
-    "int4_packed", "packed", "scale", 8, unpack, lambda scales, _: scales.to(torch.float32), once=("shape",)
-)
+PACKED = Format(**vars(INT4_PACKED), unpack=unpack, multipliers=lambda scales, _: scales.to(torch.float32))

@@ -5,10 +5,15 @@ int8 `weight` with a `scale`. `mxfp4_blocks`: the same bytes by group, [..., R, 
 `_scales`.
 """
 
+from dayzero.runtime.packed import MXFP4_BLOCKS, MXFP4_PACKED, Layout
 from dayzero.runtime.quantisation import e2m1, e8m0
 from dayzero.runtime.quantisation.format import Format
 
 GROUP = 32
 
-PACKED = Format("mxfp4_packed", "packed", "scale", 2, e2m1.unpack, lambda scales, _: e8m0.unpack(scales))
-BLOCKS = Format("mxfp4_blocks", "blocks", "scales", 2, e2m1.unpack, lambda scales, _: e8m0.unpack(scales), inner=16)
+
+def _made(layout: Layout) -> Format:
+    return Format(**vars(layout), unpack=e2m1.unpack, multipliers=lambda scales, _: e8m0.unpack(scales))
+
+
+PACKED, BLOCKS = _made(MXFP4_PACKED), _made(MXFP4_BLOCKS)

@@ -9,11 +9,11 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
+from dayzero.runtime.packed import DIVISOR, FACTOR, NVFP4
 from dayzero.runtime.quantisation import e2m1
 from dayzero.runtime.quantisation.format import Format
 
 GROUP = 16
-DIVISOR, FACTOR = "global_scale", "scale_2"
 
 
 def _multipliers(scales: Tensor, once: Mapping[str, Tensor]) -> Tensor:
@@ -23,4 +23,4 @@ def _multipliers(scales: Tensor, once: Mapping[str, Tensor]) -> Tensor:
     return found * once[FACTOR].to(torch.float32).reshape(())
 
 
-PACKED = Format("nvfp4", "packed", "scale", 2, e2m1.unpack, _multipliers, once=(DIVISOR, FACTOR))
+PACKED = Format(**vars(NVFP4), unpack=e2m1.unpack, multipliers=_multipliers)

@@ -16,8 +16,9 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from dayzero.runtime.packed import block, decoded_shape
 from dayzero.runtime.quantisation import e2m1, e8m0, fp8, int4, mxfp4
-from dayzero.runtime.quantisation.format import Format, block, decode, decoded_shape
+from dayzero.runtime.quantisation.format import Format, decode
 
 
 class RoundTrip(NamedTuple):
