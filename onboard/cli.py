@@ -7,7 +7,6 @@ import sys
 from pathlib import Path
 from typing import Annotated, Any
 
-import torch
 import typer
 from rich.console import Console
 from rich.table import Table
@@ -303,7 +302,10 @@ def main() -> None:
     """Entry point. Exit codes: 0 good, 1 the verdict is bad, 2 bad input or usage, 130 interrupted."""
     # Proofs run thousands of tiny products: more threads only wait for one another, and one gives the same bits
     # everywhere. What is large asks for the others itself.
-    torch.set_num_threads(1)
+    if sys.argv[1:2] != ["inspect"]:  # which computes nothing, and is done in the time that torch takes to import
+        import torch
+
+        torch.set_num_threads(1)
     as_json = "--json" in sys.argv
     try:
         app()

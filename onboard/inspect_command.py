@@ -7,7 +7,7 @@ from rich.console import Console
 
 from dayzero.onboard.checkpoint import read_checkpoint
 from dayzero.onboard.classify import classify
-from dayzero.onboard.ledger import Ledger
+from dayzero.onboard.ledger import Ledger, finite
 from dayzero.runtime.errors import InputError
 
 
@@ -42,7 +42,7 @@ def inspect_checkpoint(
         diff = diff_checkpoints(checkpoint, second, (ledger, classify(second)))
         if console is not None:
             print_diff(console, diff)
-        return {**result, "same": diff.same, "diff": diff.model_dump(mode="json")}
+        return {**result, "same": diff.same, "diff": finite(diff.model_dump())}
     if html is not None:
         _write_html(html, checkpoint.architecture, ledger)
     if console is not None:

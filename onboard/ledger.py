@@ -155,7 +155,7 @@ class Ledger(Record):
             "parameters": self.parameters,
             "layers": self.layer_counts(),
             "experts": self.experts.model_dump(),
-            "quantization": self.quantization,
+            "quantization": finite(self.quantization),
             "formats": self.formats(),
             "tied": self.tied,
             "mtp": self.mtp,
@@ -165,6 +165,15 @@ class Ledger(Record):
             "unread_config": self.unread_config,
             "maths_config": self.maths_config,
         }
+
+
+def finite(value: Any) -> Any:
+    """For JSON that every reader takes: infinities as text, tuples as lists."""
+    if isinstance(value, dict):
+        return {name: finite(held) for name, held in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [finite(held) for held in value]
+    return str(value) if isinstance(value, float) and not math.isfinite(value) else value
 
 
 _PURPOSES = {
