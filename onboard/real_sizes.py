@@ -1,0 +1,136 @@
+"""Expressions that hold for the shrunk model, at the sizes of the real one.
+
+Sizes that a real parameter's shape shows are taken from there: experts in a stack, the length of a part, what a padded
+tensor holds. The others (heads, the rows of one) are sizes of the config; in the shrunk config all sizes differ, so
+the number tells which.
+"""
+
+from collections import defaultdict
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any
+
+from dayzero.onboard.expressions import NoRule
+from dayzero.runtime.weights import (
+    Concat,
+    Deinterleave,
+    Flatten,
+    Interleave,
+    Part,
+    Source,
+    Squeeze,
+    Stack,
+    Transpose,
+    Trim,
+    Unflatten,
+    Unsqueeze,
+)
+
+Shape = tuple[int | None, ...]  # None: not known from the parameter
+Place = Callable[[Part, int, int], tuple[int, int]]  # (shrunk part, real length, real groups) -> real (start, stop)
+PAIR = 2  # streams that alternate in pairs are pairs at any size
+
+
+def sizes_between(small: Mapping[str, Any], full: Mapping[str, Any]) -> dict[int, int]:
+    """Shrunk size -> real size, from two configs of one model; a number that stands for two sizes is left out."""
+    found: dict[int, set[int]] = defaultdict(set)
+
+    def walk(one: Any, other: Any) -> None:
+        if isinstance(one, Mapping) and isinstance(other, Mapping):
+            for key in one.keys() & other.keys():
+                walk(one[key], other[key])
+        elif type(one) is int and type(other) is int and one > 1:
+            found[one].add(other)
+
+    walk(small, full)
+    return {one: min(others) for one, others in found.items() if len(others) == 1}
+
+
+def resized_layer(
+    sources: Mapping[str, Source], shapes: Mapping[str, tuple[int, ...]], sizes: Mapping[int, int]
+) -> dict[str, Source]:
+    """The expressions of one layer's parameters, whose real shapes these are, at real sizes.
+
+    Parts of one tensor belong together: each begins where the one before it ends. Raises NoRule for a size that is not
+    known.
+    """
+    lengths: dict[tuple, dict[tuple[int, int], int]] = defaultdict(dict)
+
+    def measure(part: Part, length: int, groups: int) -> tuple[int, int]:
+        lengths[part.part, part.dim, part.groups][part.start, part.stop] = length
+        return 0, length
+
+    for name, source in sources.items():
+        _resized(source, tuple(shapes[name]), sizes, measure)
+    places: dict[tuple, tuple[int, int]] = {}
+    for key, held in lengths.items():
+        start = 0
+        for bounds, length in sorted(held.items()):
+            places[key, bounds] = (start, start + length)
+            start += length
+
+    def place(part: Part, length: int, groups: int) -> tuple[int, int]:
+        return places[(part.part, part.dim, part.groups), (part.start, part.stop)]
+
+    return {name: _resized(source, tuple(shapes[name]), sizes, place) for name, source in sources.items()}
+
+
+def _resized(source: Source, shape: Shape, sizes: Mapping[int, int], place: Place) -> Source:
+    def inner(part: Source, shape: Shape) -> Source:
+        return _resized(part, shape, sizes, place)
+
+    match source:
+        case Stack(over, count, part):
+            return Stack(over, shape[0] or _real(count, sizes), inner(part, shape[1:]))
+        case Transpose(part):
+            return Transpose(inner(part, (*shape[:-2], shape[-1], shape[-2])))
+        case Concat(dim, parts):
+            unknown = _with(shape, dim, None if len(parts) > 1 else shape[dim])
+            return Concat(dim, tuple(inner(part, unknown) for part in parts))
+        case Squeeze(dims, part):
+            held = list(shape)
+            for dim in sorted(dims):
+                held.insert(dim, 1)
+            return Squeeze(dims, inner(part, tuple(held)))
+        case Unsqueeze(dims, part):
+            return Unsqueeze(dims, inner(part, tuple(size for dim, size in enumerate(shape) if dim not in dims)))
+        case Flatten(dim, part):
+            return Flatten(dim, inner(part, (*shape[:dim], None, None, *shape[dim + 1 :])))
+        case Unflatten(dim, count, part):
+            blocks, each = shape[dim] or _real(count, sizes), shape[dim + 1]
+            joined = (*shape[:dim], blocks * each if each is not None else None, *shape[dim + 2 :])
+            return Unflatten(dim, blocks, inner(part, joined))
+        case Trim(dim, size, part):
+            return Trim(dim, shape[dim] or _real(size, sizes), inner(part, _with(shape, dim, None)))
+        case Part(dim, start, stop, part, groups):
+            real_groups = 1 if groups == 1 else _real(groups, sizes)
+            known = shape[dim]
+            if known is not None and known % real_groups:
+                raise NoRule(f"{known} rows do not fall into {real_groups} groups")
+            length = known // real_groups if known is not None else _real(stop - start, sizes)
+            first, last = place(source, length, real_groups)
+            return Part(dim, first, last, inner(part, _with(shape, dim, None)), real_groups)
+        case Interleave(dim, ways, part, block) | Deinterleave(dim, ways, part, block):
+            return replace(
+                source,
+                ways=ways if ways == PAIR else _real(ways, sizes),
+                block=None if block is None else _real(block, sizes),
+                part=inner(part, shape),
+            )
+    return source.with_children(tuple(inner(child, shape) for child in source.children))
+
+
+def _with(shape: Shape, dim: int, size: int | None) -> Shape:
+    return (*shape[:dim], size, *shape[dim + 1 :])
+
+
+def _real(size: int, sizes: Mapping[int, int]) -> int:
+    """The real size for a shrunk one: a size of the config, or twice or half of one. Raises NoRule."""
+    if size in sizes:
+        return sizes[size]
+    found = {2 * sizes[size // 2]} if size % 2 == 0 and size // 2 in sizes else set()
+    if 2 * size in sizes:
+        found |= {sizes[2 * size] // 2}
+    if len(found) != 1:
+        raise NoRule(f"{size} is no size of the config, nor twice or half of one")
+    return found.pop()
