@@ -5,12 +5,16 @@ A manifest (tests/data/manifests/NAME.tsv) has one line a tensor-name pattern: p
 
     folder = skeleton.make("Kimi-K3", tmp_path)       # 1.56 TB by its headers, 90 MB on disk
     folder = skeleton.write([("w", [2, 3], "F32")], tmp_path, config={...})
+    found = skeleton.checkpoint("Kimi-K3", tie_word_embeddings=True)    # without files
 """
 
 import json
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
+
+from dayzero.onboard.checkpoint import Checkpoint
+from dayzero.runtime.headers import TensorHeader
 
 DATA = Path(__file__).parent / "data"
 NAMES = sorted(file.stem for file in (DATA / "manifests").glob("*.tsv"))
@@ -69,6 +73,26 @@ def size(shape: Iterable[int], dtype: str) -> int:
 def make(name: str, folder: Path, **changes: Any) -> Path:
     """The skeleton of a manifest, with its config; changes: config fields to replace, or to leave out where `...`."""
     return write(tensors(name), folder, config={**config(name), **changes})
+
+
+def checkpoint(name: str, listed: Iterable[Tensor] | None = None, **changes: Any) -> Checkpoint:
+    """What reading the skeleton would give, without files. listed: other tensors than the manifest's; changes: as in
+    `make`."""
+    headers, end = {}, 0
+    for tensor, shape, dtype in tensors(name) if listed is None else listed:
+        start, end = end, end + size(shape, dtype)
+        headers[tensor] = TensorHeader(dtype, tuple(shape), "model.safetensors", start, end)
+    held = {field: value for field, value in {**config(name), **changes}.items() if value is not ...}
+    quantization = held.get("quantization_config") or held.get("text_config", {}).get("quantization_config") or {}
+    return Checkpoint(
+        path=DATA,
+        config=held,
+        generation_config={},
+        headers={tensor: headers[tensor] for tensor in sorted(headers)},
+        quantization=quantization,
+        tokenizer=[],
+        remote_code=[],
+    )
 
 
 def write(listed: Iterable[Tensor], folder: Path, config: dict[str, Any], shard_bytes: int = 16_000_000_000) -> Path:
