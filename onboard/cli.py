@@ -317,6 +317,8 @@ def main() -> None:
         if isinstance(error, SystemExit) and error.code != 130:
             raise
         _end("interrupted; the same command goes on where this one stopped", 130, as_json)
+    except OSError as error:  # a full disk, a folder that may not be written
+        _end(f"{error.filename or 'files'}\n  found     {error.strerror or error}", 2, as_json)
     except ModuleNotFoundError as error:
         hint = f"needs {error.name}: pip install 'dayzero[onboard]'"
         _end(hint, 2, as_json)
