@@ -74,8 +74,8 @@ def layer_count(view: ConfigView, kinds: dict[int, Kind]) -> Iterator[Finding]:
         what = f"{view.said('layers')}, yet layers {stepped(extra)} are stored"
         yield finding("contradiction", what, f"layer {extra[0]} {'; '.join(kinds[extra[0]].evidence)}")
     if inside < count:
-        absent = [layer for layer in range(min(count, max(kinds) + 1)) if layer not in kinds]
-        line = f"layers {stepped(absent)} have none" if absent else f"none after layer {max(kinds)}"
+        stored = sorted(layer for layer in kinds if layer < count)
+        line = f"they are {stepped(stored) or 'others'}"
         yield finding("damage", f"{view.said('layers')}, yet only {inside} of these layers have tensors", line)
 
 

@@ -52,8 +52,10 @@ def _by_value(fields: dict[str, str]) -> dict[str, list[str]]:
 def _strips(ledger: Ledger) -> list[dict[str, Any]]:
     """One strip for each mixer, then one for each feed-forward: a cell where a layer is of that kind."""
     last = max((layer for run in ledger.layers for layer in counted(run.layers)), default=0)
+    if last > _MOST_CELLS:  # more than a picture can show
+        return []
     step = (_WIDTH - _LABEL) / (last + 1)
-    made = []
+    made: list[dict[str, Any]] = []
     for row, part in enumerate(("mixer", "ffn", "residual")):
         kinds: dict[str, list[int]] = {}
         for run in ledger.layers:

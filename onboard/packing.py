@@ -1,6 +1,6 @@
 """Quantised weights of a checkpoint: which patterns belong together, and where the config says otherwise."""
 
-import fnmatch
+import contextlib
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -73,9 +73,9 @@ def disagreements(groups: Sequence[TensorGroup], quantization: Mapping[str, Any]
     if not packed:
         return
     listed = exceptions(quantization)
-    exempt = [_matcher(item) for item in listed[:10_000]]
+    exempt = Exceptions(listed)
     matrices = [group for group in groups if group.part_of is None and len(group.shape) >= 2 and _is_linear(group)]
-    plain = [g.pattern for g in matrices if g.format is None and not _any(exempt, g.pattern)]
+    plain = [g.pattern for g in matrices if g.format is None and not exempt.hold(g.pattern)]
     if plain:
         yield finding(
             "contradiction" if listed else "note",
@@ -83,7 +83,7 @@ def disagreements(groups: Sequence[TensorGroup], quantization: Mapping[str, Any]
             f"{'only others' if listed else 'nothing'} from quantisation",
             f"the tensors decide: {', '.join(_tails(plain))}",
         )
-    both = [g.pattern for g in matrices if g.format is not None and _any(exempt, g.pattern)]
+    both = [g.pattern for g in matrices if g.format is not None and exempt.hold(g.pattern)]
     if both:
         yield finding(
             "contradiction",
@@ -110,26 +110,45 @@ def _tails(patterns: list[str]) -> list[str]:
     return sorted({pattern.split("{layer}.")[-1] for pattern in patterns})
 
 
-def _any(matchers: list[re.Pattern[str]], pattern: str) -> bool:
-    """Whether one of the modules on the list holds this pattern's tensors. Numbers are 0: lists are by kind, or name
-    every layer."""
-    name = re.sub(r"\{\w+\}", "0", pattern)
-    return any(matcher.search(name) for matcher in matchers)
+class Exceptions:
+    """A list of modules: full names, ends of names, names with `*`, or `re:` and an expression.
 
-
-def _matcher(item: str) -> re.Pattern[str]:
-    """What a list's entry means: `re:` and an expression, a name with `*`, or the end of a module's name.
-
-    An expression from a file could keep Python busy for years, so only plain ones are taken: text, `.*` and choices.
+    An expression from a file could keep Python busy for years. So only plain ones are taken, text, choices and `.*`,
+    and only a few that have a `.*` inside. Numbers are 0: lists are by kind, or name every layer.
     """
-    never = re.compile(r"(?!)")
-    if len(item) > 200:
-        return never
+
+    def __init__(self, listed: list[str]):
+        self.names: set[str] = set()
+        self.expressions: list[re.Pattern[str]] = []
+        stars = 0
+        for item in listed:
+            text = _expression(item)
+            if text is None:
+                self.names.add(re.sub(r"(?<=\.)\d+(?=\.|$)", "0", item[:_LONGEST]))
+                continue
+            stars += ".*" in text
+            if len(self.expressions) < _MOST and (stars <= _MOST_STARS or ".*" not in text):
+                with contextlib.suppress(re.error):
+                    self.expressions.append(re.compile(text))
+
+    def hold(self, pattern: str) -> bool:
+        """Whether one of the modules is, or holds, the module of this pattern's tensors."""
+        name = re.sub(r"\{\w+\}", "0", pattern)[:_LONGEST]
+        pieces = name.split(".")
+        runs = (".".join(pieces[a:b]) for a in range(len(pieces)) for b in range(a + 1, len(pieces) + 1))
+        return any(run in self.names for run in runs) or any(made.search(name) for made in self.expressions)
+
+
+_LONGEST, _MOST, _MOST_STARS = 200, 100, 8
+_PLAIN = re.compile(r"(?:\.\*|\\?\.|[\w^$-]|\([\w|]*\))*")
+
+
+def _expression(item: str) -> str | None:
+    """A list's entry as an expression to search for, one that never matches if it is not plain; None for a name."""
     if item.startswith("re:"):
-        text = item[3:]
-        plain = re.fullmatch(r"(\.\*|\\?\.|[\w\-^$]|\([\w|]*\))*", text) is not None
-        return re.compile(text) if plain and text.count("*") <= 3 else never
+        text = item[3:].removeprefix(".*").removesuffix(".*")
+        return text if len(text) <= _LONGEST and _PLAIN.fullmatch(text) and text.count("*") <= 1 else "(?!)"
     if "*" in item:
-        return re.compile(fnmatch.translate(item).removesuffix(r"\Z")) if item.count("*") <= 3 else never
-    item = re.sub(r"(?<=\.)\d+(?=\.|$)", "0", item)
-    return re.compile(rf"(^|\.){re.escape(item)}(\.|$)")
+        text = ".*".join(map(re.escape, item.strip("*").split("*")))
+        return text if len(text) <= 2 * _LONGEST and text.count(".*") <= 1 else "(?!)"
+    return None

@@ -6,7 +6,7 @@ from dayzero.runtime.errors import InputError
 from dayzero.runtime.strict_json import read_object, shown
 
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
-LONGEST_INDEX = 1_000_000_000  # bytes; a trillion parameters in half a million tensors take 50 million
+LONGEST_INDEX = 250_000_000  # bytes; two trillion parameters in half a million tensors take 50 million
 
 
 def read_index(folder: Path) -> dict[str, str] | None:
