@@ -1,6 +1,6 @@
 """Finds by its values what a parameter is made of: which stored tensors, and which of their rows in which order.
 
-The values are random and all different, so a value tells the tensor that it is from.
+The values are random, so a value tells the tensor that it is from; the few that occur twice tell nothing.
 """
 
 import itertools
@@ -16,6 +16,9 @@ from dayzero.runtime.safetensors_reader import TensorsReader
 from dayzero.runtime.weights import BoundRule, Concat, Source, Stack, Stored, Tie, Transpose, Trim
 
 NUMBER = re.compile(r"(?<=[._])[0-9]+(?=[._]|$)")  # a whole component of a dotted name, or after an underscore
+
+
+AMBIGUOUS, NOWHERE = -1, -2
 
 
 class NoRule(Exception):
@@ -34,20 +37,23 @@ class StoredValues:
             self._first[float(tensor.flatten()[0])].append(name)
         flat = [tensor.flatten().to(torch.float64) for tensor in self.tensors.values()]
         owner = [torch.full((len(values),), number) for number, values in enumerate(flat)]
-        self._values, places = torch.cat(flat).sort(stable=True) if flat else (torch.empty(0), torch.empty(0).long())
-        self._owner = torch.cat(owner)[places] if owner else places
+        values, places = torch.cat([*flat, torch.empty(0, dtype=torch.float64)]).sort()
+        self._values, which, count = values.unique_consecutive(return_inverse=True, return_counts=True)
+        self._owner = torch.full((len(count),), AMBIGUOUS)
+        self._owner[which] = torch.cat([*owner, torch.empty(0, dtype=torch.long)])[places]
+        self._owner[count > 1] = AMBIGUOUS
 
     def starting(self, value: Tensor) -> list[str]:
         """Tensors whose first value is that of `value`."""
         return self._first.get(float(value.flatten()[0]), [])
 
     def owners(self, value: Tensor) -> Tensor:
-        """The number of the tensor that each value is from, -1 for none."""
+        """The number of the tensor that each value is from, `AMBIGUOUS` or `NOWHERE`."""
         wanted = value.to(torch.float64).contiguous()
         if not len(self._values):
-            return torch.full(value.shape, -1)
+            return torch.full(value.shape, NOWHERE)
         place = torch.searchsorted(self._values, wanted).clamp(max=len(self._values) - 1)
-        return torch.where(self._values[place] == wanted, self._owner[place], -1)
+        return torch.where(self._values[place] == wanted, self._owner[place], NOWHERE)
 
     def name(self, number: int) -> str:
         return self._names[number]
@@ -62,9 +68,10 @@ def express(value: Tensor, stored: StoredValues) -> Source:
         if value.ndim >= 2 and tensor.shape == value.mT.shape and torch.equal(tensor.mT, value):
             return Transpose(Stored(name))
     owners = stored.owners(value)
-    if value.numel() and value.ndim and int(owners.min()) >= 0:
-        if int(owners.min()) == int(owners.max()):
-            found = _from_one(value, stored.name(int(owners.min())), stored)
+    if value.numel() and value.ndim and int(owners.min()) > NOWHERE:
+        known = owners[owners > AMBIGUOUS].unique().tolist()
+        if len(known) == 1:
+            found = _from_one(value, stored.name(known[0]), stored)
             if found is not None:
                 return found
         for dim in range(value.ndim):
@@ -80,9 +87,10 @@ def express(value: Tensor, stored: StoredValues) -> Source:
 def _side_by_side(value: Tensor, dim: int, owners: Tensor, stored: StoredValues) -> list[Source]:
     """Expressions that fill `value` one after the other along `dim`, each of one tensor, [] if there are none."""
     flat = owners.movedim(dim, 0).reshape(owners.shape[dim], -1)
-    if bool((flat != flat[:, :1]).any()):
+    most = flat.amax(1)
+    if bool(((flat != most[:, None]) & (flat > AMBIGUOUS)).any()) or int(most.min()) == AMBIGUOUS:
         return []
-    line = flat[:, 0].tolist()
+    line = most.tolist()
     cuts = [0, *(i for i in range(1, len(line)) if line[i] != line[i - 1]), len(line)]
     if len(cuts) < 3:
         return []
@@ -123,13 +131,15 @@ def _from_one(value: Tensor, name: str, stored: StoredValues) -> Source | None:
 
 def _order(value: Tensor, view: Tensor, dim: int) -> list[int] | None:
     """Numbers along `dim` of `view` with which it gives `value`, None if there are none."""
-    theirs = view.movedim(dim, 0).reshape(view.shape[dim], -1)[:, 0].to(torch.float64)
-    ours = value.movedim(dim, 0).reshape(value.shape[dim], -1)[:, 0].to(torch.float64)
-    ordered, places = theirs.sort()
-    at = torch.searchsorted(ordered, ours.contiguous()).clamp(max=len(ordered) - 1)
-    order = places[at]
-    same = torch.equal(theirs[order], ours) and len(order.unique()) == len(order)
-    return order.tolist() if same and torch.equal(view.index_select(dim, order), value) else None
+    ours, theirs = _rows(value, dim), _rows(view, dim)
+    place = {row: number for number, row in reversed(list(enumerate(theirs)))}
+    order = [place.get(row, -1) for row in ours]
+    return order if min(order) >= 0 and len(set(order)) == len(order) else None
+
+
+def _rows(tensor: Tensor, dim: int) -> list[bytes]:
+    """The bytes of every slice along `dim`."""
+    return [row.tobytes() for row in tensor.to(torch.float64).movedim(dim, 0).contiguous().numpy()]
 
 
 def fold(sources: list[Source], over: str) -> Source:

@@ -6,6 +6,7 @@ shrunk layer that has their signature.
 """
 
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -16,11 +17,14 @@ from dayzero.onboard.candidates import Candidate
 from dayzero.onboard.composition import NotProven, Unproven, load_reference, prove_model, specification_of
 from dayzero.onboard.config_fields import IRRELEVANT, RENAMED
 from dayzero.onboard.interventions import Intervention, intervene
+from dayzero.onboard.on_disk import quantised_rules, with_prefix
 from dayzero.onboard.prove import TOLERANCE, Attempt, relative_error
+from dayzero.onboard.real_sizes import sizes_between
 from dayzero.onboard.reference import UnknownArchitecture, build, on_disk, redraw, run
 from dayzero.onboard.rules import NoRule, find_rules, full_rules, layer_templates
 from dayzero.onboard.shrink import SEQUENCE, layer_signatures, shrink
 from dayzero.runtime.errors import InputError
+from dayzero.runtime.packed import Header, quantised_groups
 from dayzero.runtime.spec import CheckpointId, ModelSpec, Record, RuleSpec, SourceSpec
 
 
@@ -49,9 +53,16 @@ class Specification(Record):
 
 
 def specify(
-    config: Mapping[str, Any], identity: CheckpointId, name: str, tell: Callable[[str], None] = lambda line: None
+    config: Mapping[str, Any],
+    identity: CheckpointId,
+    name: str,
+    tell: Callable[[str], None] = lambda line: None,
+    headers: Mapping[str, Header] | None = None,
 ) -> Specification:
-    """Raises NotProven with everything that stayed open, InputError where the config itself is wrong."""
+    """headers: of the checkpoint's tensors; without them rules are over the reference's names, nothing quantised.
+
+    Raises NotProven with everything that stayed open, InputError where the config itself is wrong.
+    """
     try:
         full, _ = build(config, device="meta")
         small = shrink(config)
@@ -89,7 +100,11 @@ def specify(
     except ValueError as error:
         found = " ".join(str(error).split())
         raise InputError("config.json", found=found, expected="sizes that the proven blocks can have") from None
-    spec = spec.model_copy(update={"rules": full_rules(templates, follows, shapes)})
+    try:
+        rules = full_rules(templates, follows, shapes, sizes_between(small, config))
+        spec = spec.model_copy(update={"rules": rules if headers is None else _on_disk(rules, headers)})
+    except NoRule as error:
+        raise NotProven([Unproven("weights", str(error))]) from None
     return Specification(
         spec=spec,
         shrunk=shrunk,
@@ -125,6 +140,15 @@ def _prove_composition(ours: torch.nn.Module, reference: torch.nn.Module, ids: t
     if not error <= TOLERANCE:
         why = f"every block is proven, but put together they miss the logits by {error:.1e}"
         raise NotProven([Unproven("structure", why)])
+
+
+def _on_disk(rules: list[RuleSpec], headers: Mapping[str, Header]) -> list[RuleSpec]:
+    """The rules over the checkpoint's own tensors. Where its names cannot be found, unchanged: settling the ledger says
+    which tensor is missing, and from where."""
+    groups = quantised_groups(headers)
+    with suppress(NoRule):
+        rules = with_prefix(rules, headers.keys() | groups.keys())
+    return quantised_rules(rules, groups)
 
 
 def _tried(path: str, attempts: list[Attempt]) -> Tried:

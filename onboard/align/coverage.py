@@ -29,7 +29,7 @@ def coverage_rung(
     for rule in bound.values():
         value = rule.read(reader, shapes)
         value = value.to(torch.promote_types(value.dtype, torch.float32))
-        for name, region, part in rule.write(value, shapes):
+        for name, region, part in rule.write(value, shapes, source=again):
             seen.add(name)
             exported = part.to(torch_dtype(checkpoint.headers[name].dtype))
             if not _same_bits(exported, again.read(name, region)):

@@ -65,11 +65,9 @@ def encode(
     """(stored tensors by role, with `like`'s shapes and dtypes; what it cost). value: [..., R, C].
 
     like: the tensors that the checkpoint holds for this weight. rounded: the dtype that its values were rounded to when
-    it was loaded. Raises ValueError for a format that is only decoded, a
-    value of another shape, and one that is not finite where it was trained.
+    it was loaded. Raises ValueError for trained values in a format that is only decoded, a value of another shape, and
+    one that is not finite where it was trained.
     """
-    if made.name not in _CODES:
-        raise ValueError(f"{made.name} is read but not written; {', '.join(OFFERED)} are")
     shapes = {role: tuple(tensor.shape) for role, tensor in like.items()}
     shape = decoded_shape(made, shapes)
     if tuple(value.shape) != shape:
@@ -83,6 +81,10 @@ def encode(
     kept = _in_blocks(same, rows, columns, fill=True).all(-1).all(-2)
     if not bool((blocks.isfinite().all(-1).all(-2) | kept).all()):
         raise ValueError("values that are not finite")
+    if bool(kept.all()):
+        return dict(like), RoundTrip(0.0, 0.0, kept.numel(), kept.numel())
+    if made.name not in _CODES:
+        raise ValueError(f"{made.name} is read but not written; {', '.join(OFFERED)} are")
     codes = _CODES[made.name]
     stored, factor = _scale(blocks, codes, like[made.scale].dtype)
     fresh = codes.pack(_whole(blocks / factor[..., :, None, :, None], grid, rows, columns, shape))

@@ -394,3 +394,14 @@ def test_experts_that_are_stored_in_two_ways():
     name = "layers.1.experts.1.w1.weight"
     with pytest.raises(NoRule, match=r"layers\.1\.experts\.1\.w1\.weight is stored in another way than its siblings"):
         quantised_rules(made, {name: packed(name)})
+
+
+def test_values_that_occur_more_than_once():
+    """Random float16 numbers repeat within and between tensors; most of them still tell where they are from."""
+    generator = torch.Generator().manual_seed(0)
+    stored = {f"e.{e}.{n}": torch.randn(29, 24, generator=generator).half().double() for e in range(10) for n in "ab"}
+    both = torch.stack([torch.cat((stored[f"e.{e}.a"], stored[f"e.{e}.b"])) for e in range(10)])
+    values = torch.cat([tensor.flatten() for tensor in stored.values()])
+    assert len(values.unique()) < 0.8 * len(values)
+    want = Stack("expert", 10, Concat(0, (Stored("e.{expert}.a"), Stored("e.{expert}.b"))))
+    assert find_rules({"w": both}, stored) == {"w": want}

@@ -29,6 +29,8 @@ def test_what_is_offered():
     assert set(OFFERED) == FORMATS.keys() - {"nvfp4"} == ERRORS.keys()
     with pytest.raises(ValueError, match="nvfp4 is read but not written"):
         encode(FORMATS["nvfp4"], torch.zeros(40, 64), specimen("nvfp4", (40, 64)))
+    parts = specimen("nvfp4", (40, 64))
+    same_bits(encode(FORMATS["nvfp4"], decode(FORMATS["nvfp4"], parts), parts)[0], parts)
 
 
 @pytest.mark.parametrize("name", OFFERED)
