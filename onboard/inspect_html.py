@@ -56,21 +56,21 @@ def _strips(ledger: Ledger) -> list[dict[str, Any]]:
         return []
     step = (_WIDTH - _LABEL) / (last + 1)
     made: list[dict[str, Any]] = []
-    for row, part in enumerate(("mixer", "ffn", "residual")):
+    for part in ("mixer", "ffn", "residual"):
         kinds: dict[str, list[int]] = {}
         for run in ledger.layers:
             kinds.setdefault(getattr(run, part), []).extend(counted(run.layers))
         if part == "residual" and set(kinds) <= {"plain"}:
             continue
-        for number, (kind, layers) in enumerate(kinds.items()):
+        for kind, layers in kinds.items():
             made.append(
                 {
                     "kind": kind,
                     "part": {"mixer": "mixer", "ffn": "feed-forward", "residual": "residual"}[part],
                     "count": len(layers),
                     "layers": stepped(sorted(layers)),
-                    "colour": _COLOURS[(2 * row + number) % len(_COLOURS)],
-                    "cells": [(f"{_LABEL + at * step:.2f}", layer) for layer in sorted(layers) for at in [layer]],
+                    "colour": _COLOURS[len(made) % len(_COLOURS)],
+                    "cells": [(f"{_LABEL + layer * step:.2f}", layer) for layer in sorted(layers)],
                     "w": f"{max(step - min(1.5, step / 4), 0.4):.2f}",
                 }
             )
@@ -113,9 +113,9 @@ def _area(ledger: Ledger, budget: list[dict[str, Any]]) -> dict[str, Any]:
     cells = []
     count = ledger.experts.count
     if routed and 0 < count <= _MOST_CELLS and wide > 40:
-        columns = max(1, min(count, round(math.sqrt(count * wide / height))))
-        rows = math.ceil(count / columns)
-        columns = math.ceil(count / rows)
+        squares = math.sqrt(count * height / wide)  # rows of square cells; of the numbers that divide, the nearest
+        rows = min((n for n in range(1, count + 1) if count % n == 0), key=lambda n: abs(math.log(n / squares)))
+        columns = count // rows
         w, h = wide / columns, height / rows
         cells = [
             {
