@@ -30,6 +30,7 @@ from dayzero.onboard.specify import Specification, specify
 from dayzero.runtime.config import TrainConfig
 from dayzero.runtime.errors import InputError
 from dayzero.runtime.package import Package, load_package
+from dayzero.runtime.packed import quantised_groups
 from dayzero.runtime.plan import Plan, make_plan
 from dayzero.runtime.spec import ModelSpec
 
@@ -72,11 +73,11 @@ def specify_checkpoint(
 ) -> tuple[Specification, Ledger]:
     """The specification and the settled ledger. Raises NotProven for anything that stays open, InputError where config
     and tensors disagree."""
-    if checkpoint.quantization:
+    if checkpoint.quantization and not quantised_groups(checkpoint.headers):
         method = str(checkpoint.quantization.get("quant_method", "an unnamed method"))
         why = f"weights are quantised ({method}), and no decoder here reads them"
         raise NotProven([Unproven("config.json: quantization_config", why)])
-    specification = specify(checkpoint.config, checkpoint.identity(), name, tell)
+    specification = specify(checkpoint.config, checkpoint.identity(), name, tell, checkpoint.headers)
     ledger = settle(classify(checkpoint), checkpoint, specification.spec, real_shapes(specification.spec))
     ignored = decisions.get("ignore_config") or {}
     unread = [field for field in specification.unread if field not in ignored]
@@ -152,6 +153,9 @@ def _with_real_weights(
     """The rung, joined by the logits on the real weights where both models fit into memory."""
     import tempfile
 
+    if quantised_groups(checkpoint.headers):
+        skipped = "real weights: not compared, the reference would need its own quantised kernels"
+        return rung.model_copy(update={"details": [*rung.details, skipped]})
     tell("L2: the real weights, float32")
     spec = specification.spec
     with tempfile.TemporaryDirectory() as folder:
