@@ -1,22 +1,16 @@
 """Files that are damaged or made to deceive: one message, in bounded time and memory, nothing written, nothing run."""
 
-import ast
-import importlib.util
 import json
 import os
 import resource
-import shutil
 import sys
 import time
-from pathlib import Path
 
 import hostile
-import onboarded
 import pytest
 import skeleton
 from rich.console import Console
 
-from dayzero.onboard.agent import Outcome, Run, execute
 from dayzero.onboard.checkpoint import read_checkpoint
 from dayzero.onboard.classify import classify
 from dayzero.onboard.diff import diff_checkpoints
@@ -100,7 +94,7 @@ def test_mutated_files(tmp_path, monkeypatch, count):
         if error is not None:
             refused += 1
             check_message(error)
-        elif number % 10 == 0:
+        elif number % 40 == 0:
             show(folder, console)
         (folder / name).write_bytes(sound[name])
     text.close()
@@ -272,86 +266,6 @@ def test_config_text_is_text(folder, value, tmp_path):
     page = render_inspection(value, classify(checkpoint))
     assert "<script" not in page
     assert not list(tmp_path.rglob(hostile.SENTINEL))
-
-
-# --- through the generated files --------------------------------------------------------------------------------------
-
-
-def _strings(value, path=()):
-    """Where the text of a config is."""
-    for key, held in value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ():
-        if isinstance(held, str):
-            yield (*path, key)
-        yield from _strings(held, (*path, key))
-
-
-def _packaged(checkpoint, tmp_path):
-    """The package, or None where the run refuses or does not prove."""
-    try:
-        outcome = list(execute(Run(checkpoint, tmp_path / "generated", "made", 8, 64.0, align=False)))[-1]
-    except InputError as error:
-        check_message(error)
-        return None
-    assert isinstance(outcome, Outcome)
-    return None if outcome.unproven else outcome.package
-
-
-def _read_and_run(package, payload, tmp_path):
-    """The payload is in no code but as a literal; the files run, and do nothing else."""
-    for file in package.rglob("*.py"):
-        code = ast.unparse(ast.parse(file.read_text()))
-        assert payload not in code.replace(repr(payload), "")
-    for file in ("model.py", "weights.py"):
-        spec = importlib.util.spec_from_file_location(f"made_{file[:-3]}", package / file)
-        spec.loader.exec_module(importlib.util.module_from_spec(spec))
-    assert "<script" not in (package / "report.html").read_text()
-    assert not list(tmp_path.rglob(hostile.SENTINEL))
-
-
-EXTRA = {"_name_or_path": "x", "tokenizer_class": "x", "auto_map": {"AutoConfig": "m.C"}, "transformers_version": "5"}
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("payload", hostile.PAYLOADS[:4], ids=["python", "quote", "lines", "jinja"])
-def test_every_string_of_the_config_is_a_value(tmp_path, monkeypatch, payload):
-    (tmp_path / "cwd").mkdir()
-    monkeypatch.chdir(tmp_path / "cwd")
-    source = Path(shutil.copytree(onboarded.checkpoint("llama"), tmp_path / "checkpoint"))
-    sound = {**json.loads((source / "config.json").read_text()), **EXTRA}
-    places, made = list(_strings(sound)), 0
-    assert len(places) >= 8
-    for place in places:
-        config = json.loads(json.dumps(sound))
-        holder = config
-        for key in place[:-1]:
-            holder = holder[key]
-        holder[place[-1]] = payload
-        (source / "config.json").write_text(json.dumps(config))
-        package = _packaged(source, tmp_path)
-        if package is not None:
-            made += 1
-            _read_and_run(package, payload, tmp_path)
-        assert not list(tmp_path.rglob(hostile.SENTINEL)), place
-    assert made >= 3  # fields that no one reads
-
-
-@pytest.mark.slow
-def test_tensor_names_that_look_like_code(tmp_path, monkeypatch):
-    """Carried through with the vision tower, they stand in the ledger and the report and in no code."""
-    import torch
-    from safetensors.torch import load_file, save_file
-
-    monkeypatch.chdir(tmp_path)
-    source = Path(shutil.copytree(onboarded.checkpoint("llama"), tmp_path / "checkpoint"))
-    names = ["vision_tower.__class__.__init__.__globals__", "vision_tower.import.os", "vision_tower.7.eval:x/y"]
-    tensors = load_file(source / "model.safetensors") | {name: torch.ones(2) for name in names}
-    save_file(tensors, source / "model.safetensors", {"format": "pt"})
-    package = _packaged(source, tmp_path)
-    assert package is not None
-    for name in names:
-        _read_and_run(package, name, tmp_path)
-    groups = json.loads((package / "ledger.json").read_text())["groups"]
-    assert [group["fate"] for group in groups if group["pattern"].startswith("vision_tower.")] == ["carried"] * 3
 
 
 # --- as large as a file may be ----------------------------------------------------------------------------------------
