@@ -327,6 +327,7 @@ def main() -> None:
 def _end(text: str, code: int, as_json: bool) -> None:
     print(text if code == 130 else f"error: {text}", file=sys.stderr)
     if as_json:
-        command = next((word for word in sys.argv[1:] if word in typer.main.get_command(app).commands), "run")
+        names = {command.name or command.callback.__name__ for command in app.registered_commands if command.callback}
+        command = next((word for word in sys.argv[1:] if word in names), "run")
         print(json.dumps({"command": command, "ok": False, "verdict": "ERROR", "package": None, "error": text}))
     sys.exit(code)

@@ -20,7 +20,7 @@ def settle(ledger: Ledger, checkpoint: Checkpoint, spec: "ModelSpec", shapes: Ma
     shapes: of the real model's parameters. Raises InputError where a rule needs a tensor that the checkpoint does not
     have, or one of another shape: the config and the files disagree.
     """
-    from dayzero.runtime.weights import bind
+    from dayzero.runtime.weights import bind, check_coverage
 
     bound = bind([rule.build() for rule in spec.rules])
     stored = {name: header.shape for name, header in checkpoint.headers.items()}
@@ -38,6 +38,10 @@ def settle(ledger: Ledger, checkpoint: Checkpoint, spec: "ModelSpec", shapes: Ma
                 )
             target[name] = parameter
         _check_shape(parameter, rule, stored, shapes, checkpoint)
+    try:
+        check_coverage(bound, stored)
+    except ValueError as error:
+        raise InputError("weights", found=str(error), expected="every part of a tensor used exactly once") from None
     if missing := sorted(shapes.keys() - bound.keys()):
         raise InputError("weights", found=f"no rule makes {missing[0]}", expected="a source for every parameter")
     open_names: list[str] = []

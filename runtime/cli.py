@@ -80,18 +80,24 @@ def export(
     out: Annotated[Path, typer.Option("-o", "--out", help="New folder for the result", metavar="DIR")],
     adapter: Annotated[bool, typer.Option("--adapter", help="A PEFT adapter instead of a whole model")] = False,
     merge: Annotated[bool, typer.Option("--merge/--no-merge", help="Merge adapters into the weights")] = True,
+    requantise: Annotated[
+        bool, typer.Option("--requantise", help="Round trained weights to the source's quantised format again")
+    ] = False,
     as_json: Json = False,
 ) -> None:
     """Write what a run trained under the names of the original checkpoint, or as a PEFT adapter."""
     from dayzero.runtime.export import export as write
 
-    report = write(run, out, merged=merge and not adapter, adapter=adapter)
+    report = write(run, out, merged=merge and not adapter, adapter=adapter, requantise=requantise)
     if as_json:
         print(json.dumps({"command": "export", "ok": True, **report.model_dump(mode="json")}))
     else:
         print(
             f"{report.kind} of step {report.step}: {report.tensors} tensors, {report.changed} changed, in {report.out}"
         )
+        if report.requantised:
+            rounding = f"by {report.worst_rounding:.1%} at most"
+            print(f"{report.requantised} weights rounded to the source's quantised format again, {rounding}")
 
 
 @app.command()

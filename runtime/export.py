@@ -31,7 +31,9 @@ A, B = ".lora_a", ".lora_b"
 class ExportReport(BaseModel):
     """kind: what `out` holds. step: the training step it is from. tensors, bytes: all that were written.
 
-    changed: the source's tensors that were trained; of an adapter, the modules that it adapts.
+    changed: the source's tensors that were trained; of an adapter, the modules that it adapts. requantised: trained
+    weights that were stored in the source's quantised format again, and worst_rounding: the largest relative error
+    ||stored - trained|| / ||trained|| that this cost one of them.
     """
 
     model_config = ConfigDict(extra="forbid")
@@ -42,6 +44,8 @@ class ExportReport(BaseModel):
     tensors: int
     changed: int
     bytes: int
+    requantised: int = 0
+    worst_rounding: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -77,12 +81,15 @@ class Trained:
         return merge(base, self.values[module + A], self.values[module + B], self.alpha / self.rank)
 
 
-def export(run: Path, out: Path, *, merged: bool = True, adapter: bool = False) -> ExportReport:
+def export(
+    run: Path, out: Path, *, merged: bool = True, adapter: bool = False, requantise: bool = False
+) -> ExportReport:
     """Writes the newest sound training checkpoint of `run` to the new folder `out`.
 
     After full fine-tuning, and after LoRA with `merged`: a checkpoint with the source's names, shapes, dtypes and
     files, whose untrained tensors are the source's bytes. adapter: the PEFT adapter alone. merged=False: the source
-    checkpoint as it was, with the PEFT adapter in its subfolder adapter/.
+    checkpoint as it was, with the PEFT adapter in its subfolder adapter/. requantise: trained weights that the source
+    stores quantised may be rounded to its format again; without it they are refused.
 
     The folder takes its name only when complete. Raises InputError for a folder that is not empty, a run without a
     sound checkpoint or without adapters where these are wanted, and a source that is not the one that was trained.
@@ -91,6 +98,7 @@ def export(run: Path, out: Path, *, merged: bool = True, adapter: bool = False) 
     if (adapter or not merged) and not trained.adapted:
         option = "--adapter" if adapter else "--no-merge"
         raise InputError(option, found=f"{run}, which trained every parameter", expected="a run with train.mode=lora")
+    costs: list[float] = []
     with new_folder(out) as folder:
         if adapter:
             kind, changed = "adapter", _adapter(trained, folder)
@@ -102,11 +110,22 @@ def export(run: Path, out: Path, *, merged: bool = True, adapter: bool = False) 
         else:
             kind = "merged" if trained.adapted else "full"
             names = [f"{module}.weight" for module in trained.adapted] or list(trained.values)
-            changed = len(write_checkpoint(folder, trained.checkpoint, trained.package.rules, names, trained.merged))
+            tell = (lambda name, cost: costs.append(cost.relative)) if requantise else None
+            rules = trained.package.rules
+            changed = len(write_checkpoint(folder, trained.checkpoint, rules, names, trained.merged, tell))
         files = list(folder.rglob("*.safetensors"))
         tensors = sum(len(read_file_headers(file)) for file in files)
         size = sum(file.stat().st_size for file in files)
-    return ExportReport(out=str(out), kind=kind, step=step, tensors=tensors, changed=changed, bytes=size)
+    return ExportReport(
+        out=str(out),
+        kind=kind,
+        step=step,
+        tensors=tensors,
+        changed=changed,
+        bytes=size,
+        requantised=len(costs),
+        worst_rounding=max(costs, default=0.0),
+    )
 
 
 @contextmanager

@@ -94,7 +94,7 @@ def _told_as_input(parameter: str, rule: BoundRule, headers: Mapping[str, Tensor
             f"{headers[name].file}: {name}",
             found=f"a trained tensor that the checkpoint stores as {headers[name].dtype}: {error}",
             expected=f"one of {', '.join(FLOATS)}, or a quantised format that can be written",
-            hint=f"{parameter} can be trained and exported from a dequantised checkpoint.",
+            hint="Round it to that format again with: runtime export --requantise",
         ) from None
 
 
