@@ -1,21 +1,19 @@
-"""`onboard inspect` against what reading the same headers costs: python benchmarks/inspect.py [NAME] [--repeats 5].
+"""`onboard inspect` against what reading the same headers costs: python benchmarks/headers.py [NAME] [--repeats 5].
 
 NAME is a manifest of tests/data (Kimi-K3 if left out), whose skeleton is written to a temporary folder first. Every
 figure is a whole process, started anew, from the interpreter's start to its end; ours and the peers alternate, and each
 figure is the least of the repeats: of the run that was disturbed least. On a busy machine look at the CPU time.
 """
 
+import argparse
+import os
+import subprocess
 import sys
+import tempfile
+import time
 from pathlib import Path
 
-# Not this file's own folder: its inspect.py would stand for Python's.
-sys.path[0] = str(Path(__file__).parents[1] / "tests")
-
-import argparse  # noqa: E402
-import os  # noqa: E402
-import subprocess  # noqa: E402
-import tempfile  # noqa: E402
-import time  # noqa: E402
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 
 import skeleton  # noqa: E402
 from rich.console import Console  # noqa: E402
