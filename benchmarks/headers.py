@@ -15,9 +15,9 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 
-import skeleton  # noqa: E402
-from rich.console import Console  # noqa: E402
-from rich.table import Table  # noqa: E402
+import skeleton
+from rich.console import Console
+from rich.table import Table
 
 SECONDS, BYTES, RATIO = 5.0, 1e9, 3.0  # what ours may take
 _INDEX = """

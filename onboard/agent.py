@@ -176,7 +176,15 @@ class Run:
         self.checkpoint, self.target = checkpoint, out / name
         self.name, self.devices, self.hbm, self.align = name, devices, hbm, align
         self.state = out / ".state" / name
+        self._read: Checkpoint | None = None
         self.stopped = threading.Event()
+
+    def read(self) -> Checkpoint:
+        """The checkpoint's headers, read once a process: half a million of them are read as fast as they would be
+        loaded from a copy, and a copy could be of another day."""
+        if self._read is None:
+            self._read = read_checkpoint(self.checkpoint)
+        return self._read
 
     def request(self, identity: dict[str, Any]) -> dict[str, Any]:
         """What must be the same for an interrupted run to go on."""
@@ -224,13 +232,12 @@ def _graph(run: Run) -> Any:
         return count
 
     def read(state: State) -> State:
-        checkpoint = read_checkpoint(run.checkpoint)
-        run.save("checkpoint", checkpoint)
+        checkpoint = run.read()
         teller("read")(f"{len(checkpoint.headers)} tensors, {checkpoint.architecture}")
         return {}
 
     def prove(state: State) -> State:
-        checkpoint = run.load("checkpoint", Checkpoint)
+        checkpoint = run.read()
         try:
             specification, ledger = specify_checkpoint(
                 checkpoint, run.name, state.get("request", {})["decisions"], teller("specify")
@@ -259,7 +266,7 @@ def _graph(run: Run) -> Any:
         alignment = Alignment()
         if run.align:
             alignment = climb(
-                run.load("checkpoint", Checkpoint),
+                run.read(),
                 run.load("specification", Specification),
                 run.load("ledger", Ledger),
                 teller("align"),
@@ -278,7 +285,7 @@ def _graph(run: Run) -> Any:
         files = render_package(
             specification.spec, run.load("ledger", Ledger), run.load("plan", Plan), TrainConfig(), findings, alignment
         )
-        install(run.target, files, run.load("checkpoint", Checkpoint).path)
+        install(run.target, files, run.read().path)
         return {}
 
     graph = StateGraph(State)
@@ -298,7 +305,7 @@ def execute(run: Run) -> Iterator[Progress | Outcome]:
     leaves nothing behind; an interruption leaves the state from which the same command goes on."""
     from langgraph.checkpoint.sqlite import SqliteSaver
 
-    identity = read_checkpoint(run.checkpoint).identity().model_dump(mode="json")
+    identity = run.read().identity().model_dump(mode="json")
     request = run.request(identity)
     run.state.mkdir(parents=True, exist_ok=True)
     config: Any = {"configurable": {"thread_id": run.name}}
