@@ -119,10 +119,16 @@ def inspect(
     html: Annotated[Path | None, typer.Option("--html", help="Write a picture of it", metavar="FILE")] = None,
     as_json: Json = False,
 ) -> None:
-    """What is in a checkpoint, from its headers alone: no tensor is read, no code is run."""
+    """What is in a checkpoint, from its headers alone: no tensor is read, no code is run.
+
+    Ends with 1 where a tensor's role or the meaning of a config field is unknown.
+    """
     from dayzero.onboard.inspect_command import inspect_checkpoint
 
-    _last_line(as_json, inspect_checkpoint(checkpoint, None if as_json else Console(), tensor, diff, html))
+    result = inspect_checkpoint(checkpoint, None if as_json else Console(), tensor, diff, html)
+    _last_line(as_json, result)
+    if not result["ok"]:
+        raise Verdict
 
 
 @app.command()
