@@ -6,6 +6,7 @@ The graph's state is small plain data; what the steps make lies beside it as JSO
 
 import contextlib
 import json
+import os
 import re
 import shutil
 import signal
@@ -35,6 +36,10 @@ from dayzero.runtime.plan import Plan, make_plan
 from dayzero.runtime.spec import ModelSpec
 
 STEPS = ("read", "specify", "plan", "align", "generate")
+
+
+class Stopped(Exception):
+    """The run was interrupted; its state is kept."""
 
 
 class State(TypedDict, total=False):
@@ -216,7 +221,7 @@ def _graph(run: Run) -> Any:
 
         def tell(line: str) -> None:
             if run.stopped.is_set():
-                raise KeyboardInterrupt
+                raise Stopped
             write(Progress(step=step, line=line).model_dump())
 
         return tell
@@ -226,7 +231,7 @@ def _graph(run: Run) -> Any:
 
         def count(done: int, total: int) -> None:
             if run.stopped.is_set():
-                raise KeyboardInterrupt
+                raise Stopped
             write(Progress(step=step, done=done, total=total).model_dump())
 
         return count
@@ -326,6 +331,8 @@ def execute(run: Run) -> Iterator[Progress | Outcome]:
                 durability="sync",
             )
             for mode, item in stream:
+                if run.stopped.is_set():
+                    raise Stopped
                 if mode == "custom":
                     yield Progress.model_validate(item)
                 else:
@@ -333,6 +340,8 @@ def execute(run: Run) -> Iterator[Progress | Outcome]:
             unproven = graph.get_state(config).values.get("unproven") or []
         alignment = Alignment() if unproven else run.load("alignment", Alignment)
         ledger = None if unproven else run.load("ledger", Ledger)
+    except Stopped:
+        raise KeyboardInterrupt from None
     except InputError:
         _forget(run)
         raise
@@ -342,15 +351,20 @@ def execute(run: Run) -> Iterator[Progress | Outcome]:
 
 @contextlib.contextmanager
 def _interruptible(run: Run) -> Iterator[None]:
-    """An interruption also ends the step that is running, at its next line: langgraph waits for the step's thread."""
+    """An interruption ends the step that is running at its next line; a second one ends the process at once.
+
+    Nothing is raised where the signal happens to arrive: this thread and the step's share queues, and an exception that
+    comes while one of their locks is held would leave the other waiting for it.
+    """
     before = signal.getsignal(signal.SIGINT)
     if threading.current_thread() is not threading.main_thread() or before in {None, signal.SIG_IGN}:
         yield
         return
 
     def stop(number: int, frame: Any) -> None:
+        if run.stopped.is_set():
+            os._exit(130)
         run.stopped.set()
-        raise KeyboardInterrupt
 
     signal.signal(signal.SIGINT, stop)
     try:
