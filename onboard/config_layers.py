@@ -19,9 +19,11 @@ _MIXER_WORDS: dict[str, Collection[str]] = {
     "full_attention": SOFTMAX, "attention": SOFTMAX, "sliding_attention": {"sliding"}, "chunked_attention": {"sliding"},
     "linear_attention": RECURRENT, "kda": RECURRENT, "gated_deltanet": RECURRENT, "mamba": {"state-space"},
     "mamba2": {"state-space"}, "conv": {"conv"}, "moe": {"none"}, "mlp": {"none"},
-    "deepseek_sparse_attention": {"sparse-indexed"}, "compressed_sparse_attention": {"sparse-indexed"},
-    "heavily_compressed_attention": {"compressed"}, "M": {"state-space"}, "*": SOFTMAX, "E": {"none"}, "-": {"none"},
+    "sparse_attention": {"sparse-indexed"}, "heavily_compressed_attention": {"compressed"},
+    "M": {"state-space"}, "*": SOFTMAX, "E": {"none"}, "-": {"none"},
 }  # fmt: skip
+# `sparse_attention` is also the end of longer words, which say whose it is.
+_SPARSE = re.compile(r"\w+_sparse_attention$")
 _FFN_WORDS: dict[str, Collection[str]] = {
     "dense": {"dense"}, "sparse": {"routed", "hashed"}, "moe": {"routed", "hashed"}, "hash_moe": {"hashed"},
 }  # fmt: skip
@@ -67,6 +69,7 @@ def _words(view: ConfigView, field: Field, kinds: dict[int, Kind], found: list[F
         view.used.add(name)
         _judge(full, {layer: _FFN_WORDS[value[layer]] for layer in kinds if layer < len(value)}, kinds, "ffn", found)
         return kinds
+    value = [_SPARSE.sub("sparse_attention", word) for word in value]
     if not set(value) & _MIXER_WORDS.keys():
         return kinds
     view.used.add(name)
