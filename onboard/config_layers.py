@@ -14,16 +14,15 @@ from dayzero.onboard.layer_kinds import RECURRENT, SOFTMAX, Kind
 from dayzero.onboard.ledger import Finding, finding
 from dayzero.onboard.tensor_names import stepped
 
+_SPARSE = "sparse_attention"  # also the end of longer words, which say whose it is
 # What a word in a per-layer list allows. `sliding` and the sparse kinds say more than tensors can.
 _MIXER_WORDS: dict[str, Collection[str]] = {
     "full_attention": SOFTMAX, "attention": SOFTMAX, "sliding_attention": {"sliding"}, "chunked_attention": {"sliding"},
     "linear_attention": RECURRENT, "kda": RECURRENT, "gated_deltanet": RECURRENT, "mamba": {"state-space"},
     "mamba2": {"state-space"}, "conv": {"conv"}, "moe": {"none"}, "mlp": {"none"},
-    "sparse_attention": {"sparse-indexed"}, "heavily_compressed_attention": {"compressed"},
+    _SPARSE: {"sparse-indexed"}, "heavily_compressed_attention": {"compressed"},
     "M": {"state-space"}, "*": SOFTMAX, "E": {"none"}, "-": {"none"},
 }  # fmt: skip
-# `sparse_attention` is also the end of longer words, which say whose it is.
-_SPARSE = re.compile(r"\w+_sparse_attention$")
 _FFN_WORDS: dict[str, Collection[str]] = {
     "dense": {"dense"}, "sparse": {"routed", "hashed"}, "moe": {"routed", "hashed"}, "hash_moe": {"hashed"},
 }  # fmt: skip
@@ -69,7 +68,7 @@ def _words(view: ConfigView, field: Field, kinds: dict[int, Kind], found: list[F
         view.used.add(name)
         _judge(full, {layer: _FFN_WORDS[value[layer]] for layer in kinds if layer < len(value)}, kinds, "ffn", found)
         return kinds
-    value = [_SPARSE.sub("sparse_attention", word) for word in value]
+    value = [_SPARSE if word.endswith(f"_{_SPARSE}") else word for word in value]
     if not set(value) & _MIXER_WORDS.keys():
         return kinds
     view.used.add(name)
