@@ -14,10 +14,9 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from dayzero.onboard.candidates import Candidate, Site, propose
+from dayzero.onboard.handed import context_of
 from dayzero.onboard.reference import redraw, state_of
 from dayzero.onboard.trace import trace
-from dayzero.runtime.nn import Context
-from dayzero.runtime.nn.context import lengths_of, positions_of
 
 TOLERANCE = 1e-9  # relative, float64
 BOUND = 400  # candidates looked at for one module
@@ -69,29 +68,16 @@ def relative_error(ours: Tensor, reference: Tensor, floor: float = 0.0) -> float
 def block_function(site: Site, block: nn.Module, *, exact: bool = True) -> Callable[[Tensor], Tensor]:
     """The block as a function of the reference's hidden input: [B, S, H] in, [B, S, H] out."""
     shape = site.call.hidden.shape
-    context = context_of(site)
+    context = context_of(site.call)
 
     def call(hidden: Tensor) -> Tensor:
         flat = hidden.reshape(-1, shape[-1])
         # The fused attention recomputes probabilities from a log-sum-exp, which loses digits once softmax saturates.
         with sdpa_kernel(SDPBackend.MATH) if exact else contextlib.nullcontext():
-            out = block(flat, context) if context is not None else block(flat)
+            out = block(flat, context) if getattr(block, "uses_context", False) else block(flat)
         return out.reshape(site.call.result.shape)
 
     return call
-
-
-def context_of(site: Site) -> Context | None:
-    """What the reference was handed beside its hidden input, as our context; None for modules that need none."""
-    if not any(isinstance(value, (Tensor, tuple)) for value in [*site.call.args[1:], *site.call.kwargs.values()][1:]):
-        return None
-    batch, length = site.call.hidden.shape[:2]
-    bounds = torch.arange(0, (batch + 1) * length, length)
-    lengths = lengths_of(bounds, batch * length)
-    pairs = [v for v in [*site.call.args, *site.call.kwargs.values()] if isinstance(v, tuple) and len(v) == 2]
-    pairs = [pair for pair in pairs if all(isinstance(table, Tensor) and table.ndim == 3 for table in pair)]
-    cos, sin = (table.expand(batch, -1, -1).flatten(0, 1) for table in pairs[0]) if pairs else (None, None)
-    return Context(bounds, lengths, positions_of(lengths, bounds.device), cos, sin)
 
 
 def prove(role: str, site: Site, generator: torch.Generator) -> Verdict:

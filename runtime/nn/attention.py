@@ -20,8 +20,10 @@ class GroupedQueryAttention(nn.Module):
     qk_norm: RMS norm of queries and keys, over each head ("head") or over all heads at once ("whole"),
     before the rotary embedding. window: attend to the last `window` tokens only.
     clip: queries, keys and values are clamped to [-clip, clip] right after their projections (and norms).
+    table: which of the model's rotary tables this layer uses.
     """
 
+    uses_context = True
     lora_targets = ("query", "key", "value", "output")
 
     def __init__(
@@ -39,12 +41,13 @@ class GroupedQueryAttention(nn.Module):
         output_bias: bool = False,
         window: int | None = None,
         clip: float | None = None,
+        table: int = 0,
     ):
         super().__init__()
         if heads % kv_heads:
             raise ValueError(f"{heads} heads cannot share {kv_heads} key/value heads evenly")
         self.heads, self.kv_heads, self.head_dim = heads, kv_heads, head_dim
-        self.scale, self.qk_norm, self.window, self.clip = scale, qk_norm, window, clip
+        self.scale, self.qk_norm, self.window, self.clip, self.table = scale, qk_norm, window, clip, table
         self.rotary: RotaryStyle | None = rotary
         self.query = nn.Linear(hidden, heads * head_dim, bias=bias)
         self.key = nn.Linear(hidden, kv_heads * head_dim, bias=bias)
@@ -71,10 +74,10 @@ class GroupedQueryAttention(nn.Module):
         if self.qk_norm == "head":
             query, key = self.query_norm(query), self.key_norm(key)
         if self.rotary is not None:
-            if context.cos is None or context.sin is None:
-                raise ValueError("this attention rotates queries and keys, but the model has no rotary tables")
-            query = rotate(query, context.cos, context.sin, self.rotary)
-            key = rotate(key, context.cos, context.sin, self.rotary)
+            if self.table >= len(context.tables):
+                raise ValueError("this attention rotates queries and keys, but the model has no such rotary tables")
+            cos, sin = context.tables[self.table]
+            query, key = rotate(query, cos, sin, self.rotary), rotate(key, cos, sin, self.rotary)
         attended = attend(query, key, value, context.lengths, self.scale, self.window)
         return self.output(attended.flatten(-2))
 

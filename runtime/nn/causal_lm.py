@@ -51,8 +51,8 @@ class CausalLM(nn.Module):
         lengths = lengths_of(cu_seqlens, ids.shape[0])
         position = positions_of(lengths, ids.device)
         x = self.embed(ids)
-        cos, sin = self.rotary(position, x.dtype) if self.rotary is not None else (None, None)
-        context = Context(cu_seqlens, lengths, position, cos, sin)
+        tables = (self.rotary(position, x.dtype),) if self.rotary is not None else ()
+        context = Context(cu_seqlens, lengths, position, tables, ids)
         for layer in self.layers:
             x = layer(x, context)
         x = self.norm(x)

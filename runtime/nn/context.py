@@ -1,7 +1,7 @@
-"""What every layer of one forward pass shares: where documents begin, token positions, rotary tables."""
+"""What every layer of one forward pass shares: where documents begin, token positions and ids, rotary tables."""
 
 import itertools
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -11,14 +11,16 @@ from torch import Tensor
 class Context:
     """cu_seqlens: [documents + 1] int64, 0 first and T last. lengths: the same as Python integers.
     position: [T] int64, each token's place in its own document.
-    cos, sin: [T, rotary dim] tables, None where the model has no rotary embedding.
+    tables: (cos, sin), each [T, rotary dim], one pair for each rotary embedding of the model.
+    ids: [T] int64, the token ids. shared: what an earlier layer leaves for later ones, by the name that both know.
     """
 
     cu_seqlens: Tensor
     lengths: tuple[int, ...]
     position: Tensor
-    cos: Tensor | None = None
-    sin: Tensor | None = None
+    tables: tuple[tuple[Tensor, Tensor], ...] = ()
+    ids: Tensor | None = None
+    shared: dict[str, Tensor] = field(default_factory=dict)
 
 
 def lengths_of(cu_seqlens: Tensor, tokens: int) -> tuple[int, ...]:

@@ -108,7 +108,7 @@ def test_kept_activations_are_about_what_autograd_keeps(family, mode, tmp_path):
 
         x = torch.randn(tokens, spec.hidden, generator=torch.Generator().manual_seed(0), requires_grad=True)
         with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-            y = layer(x, Context(cu_seqlens, (tokens,), position, *tables))
+            y = layer(x, Context(cu_seqlens, (tokens,), position, (tables,)))
         predicted = kept_bytes(layer, 4, tokens, ep=1)
         assert 1.0 <= sum(kept.values()) / predicted <= 2.5
         del y
