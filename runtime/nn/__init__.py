@@ -10,6 +10,7 @@ from .context import Context
 from .decoder_layer import DecoderLayer
 from .experts import Experts
 from .feed_forward import GatedFeedForward
+from .gated_delta_net import GatedDeltaNet
 from .moe import MixtureOfExperts
 from .norm import RMSNorm
 from .rotary import Rotary
@@ -21,6 +22,7 @@ BLOCKS = {
         CausalLM,
         DecoderLayer,
         Experts,
+        GatedDeltaNet,
         GatedFeedForward,
         GroupedQueryAttention,
         MixtureOfExperts,
@@ -36,6 +38,7 @@ __all__ = [
     "Context",
     "DecoderLayer",
     "Experts",
+    "GatedDeltaNet",
     "GatedFeedForward",
     "GroupedQueryAttention",
     "MixtureOfExperts",

@@ -1,0 +1,74 @@
+"""The gated delta rule, chunk by chunk (Yang, Kautz and Hatamizadeh 2024, arXiv:2412.06464; with a decay for every
+channel: Kimi Linear, arXiv:2510.26692). The chunked form follows Yang et al. 2024, arXiv:2406.06484."""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from .chunks import chunks_of
+
+
+def gated_delta_rule(
+    query: Tensor, key: Tensor, value: Tensor, decay: Tensor, beta: Tensor, lengths: tuple[int, ...], chunk: int = 64
+) -> Tensor:
+    """S_t = (I - beta_t k_t k_t^T) diag(exp(decay_t)) S_{t-1} + beta_t k_t v_t^T;  o_t = S_t^T q_t, S = 0 at first.
+
+    query, key: [T, N, K], value: [T, N, V], beta: [T, N]; decay: [T, N, K], or [T, N, 1] for one a head, at most 0.
+    Returns [T, N, V] in value's dtype; computed in float32, or float64 for float64 inputs. `chunk`, a power of two,
+    changes speed and memory only.
+
+    Within a chunk, what each token writes solves one triangular system; between chunks only S is carried. Every
+    exponent is a sum of decays over the tokens between two places, so that no decay, however strong, overflows.
+    """
+    if not value.shape[0]:
+        return value
+    wide = torch.promote_types(value.dtype, torch.float32)
+    chunks = chunks_of(lengths, chunk, value.device)
+    inputs = (query, key, value, decay, beta[..., None])
+    q, k, v, g, b = (chunks.cut(x.to(wide)).transpose(1, 2) for x in inputs)  # [M, N, C, ...]
+    attended, erased = decayed_scores(torch.stack([q, k * b]), k, g)
+    since_start = g.cumsum(-2).exp()
+    until_end = _suffix(g).exp()
+    system = erased.tril(-1)
+    written = torch.linalg.solve_triangular(
+        system, torch.cat([v * b, k * b * since_start], -1), upper=False, unitriangular=True
+    )
+    fresh, old = written.split([v.shape[-1], k.shape[-1]], -1)
+    total = g.sum(-2).exp()[..., None]  # [M, N, K or 1, 1]
+
+    state = k.new_zeros(chunks.steps[0], k.shape[1], k.shape[-1], v.shape[-1])
+    results = []
+    pieces = (x.split(chunks.steps) for x in (q * since_start, attended, fresh, old, k * until_end, total))
+    for q_n, attended_n, fresh_n, old_n, k_n, total_n in zip(*pieces, strict=True):
+        state = state[: len(q_n)]
+        change = fresh_n - old_n @ state
+        results.append(q_n @ state + attended_n @ change)
+        state = total_n * state + k_n.transpose(-1, -2) @ change
+    return chunks.join(torch.cat(results).transpose(1, 2)).to(value.dtype)
+
+
+def decayed_scores(rows: Tensor, keys: Tensor, decay: Tensor) -> Tensor:
+    """[..., i, j] = sum_k rows_ik keys_jk exp(sum of decay_sk over j < s <= i), 0 where j > i.
+
+    rows, keys: [..., C, K], C a power of two; decay: [..., C, K] or [..., C, 1]. Returns [..., C, C].
+    """
+    if decay.shape[-1] == 1:
+        between = decay.expand(*decay.shape[:-1], decay.shape[-2]).tril(-1).cumsum(-2)
+        return (rows @ keys.transpose(-1, -2) * between.exp()).tril()
+    size = keys.shape[-2]
+    if size == 1:
+        return rows @ keys.transpose(-1, -2)
+    # Two halves: each by itself, and the later rows on the earlier keys through the border, where both exponents end.
+    r, k, g = (x.unflatten(-2, (2, size // 2)) for x in (rows, keys, decay))
+    inside = decayed_scores(r, k, g)
+    late = r[..., 1, :, :] * g[..., 1, :, :].cumsum(-2).exp()
+    early = k[..., 0, :, :] * _suffix(g[..., 0, :, :]).exp()
+    across = late @ early.transpose(-1, -2)
+    first = torch.cat([inside[..., 0, :, :], torch.zeros_like(across)], -1)
+    return torch.cat([first, torch.cat([across, inside[..., 1, :, :]], -1)], -2)
+
+
+def _suffix(x: Tensor) -> Tensor:
+    """Sum over the places after each one. x: [..., C, K]."""
+    later = x[..., 1:, :].flip(-2).cumsum(-2).flip(-2)
+    return F.pad(later, (0, 0, 0, 1))
