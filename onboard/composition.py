@@ -1,7 +1,8 @@
 """The reference taken apart into proven blocks, and put together again from ours."""
 
 import hashlib
-from collections.abc import Callable
+import inspect
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -9,17 +10,23 @@ import torch
 from torch import nn
 
 from dayzero.onboard.align.ladder import rounded_up
-from dayzero.onboard.candidates import Candidate, site_of
+from dayzero.onboard.calls import Call, tensors
+from dayzero.onboard.candidates import Candidate, Evidence, site_of
+from dayzero.onboard.candidates.factor import explain_factor
 from dayzero.onboard.candidates.rotary import TOLERANCE as ROTARY_TOLERANCE
-from dayzero.onboard.candidates.rotary import propose_rotary
-from dayzero.onboard.discover import Call, ModelParts, Undiscovered, discover, tensors
+from dayzero.onboard.candidates.rotary import ProposedRotary, propose_rotaries
+from dayzero.onboard.discover import ModelParts, Undiscovered, discover
+from dayzero.onboard.handed import Table, handed_tables
+from dayzero.onboard.layer_wiring import Unit, layer_parts
 from dayzero.onboard.prove import Attempt, prove
 from dayzero.onboard.reference import state_of
 from dayzero.onboard.shrink import layer_signatures, part_signature
-from dayzero.runtime.spec import BlockSpec, CheckpointId, LayerKind, LayerRun, ModelSpec, Proof
+from dayzero.runtime.nn import BLOCKS
+from dayzero.runtime.nn.wiring import text_of
+from dayzero.runtime.spec import BlockSpec, CheckpointId, LayerKind, LayerRun, ModelSpec, PartSpec, Proof
 
-ROLES = ("mixer_norm", "mixer", "ffn_norm", "ffn")
-_ROLE_OF_PART = {"mixer_norm": "norm", "mixer": "mixer", "ffn_norm": "norm", "ffn": "ffn", "norm": "norm"}
+# What may stand for a unit, by the role that its call shows.
+_PROPOSE_AS = {"norm": ("norm", "ffn"), "mixer": ("mixer",), "ffn": ("ffn", "norm")}
 
 
 @dataclass
@@ -40,14 +47,90 @@ class NotProven(Exception):
 
 
 @dataclass
+class ProvenPart:
+    """A unit of a layer and what stands for it. factors: of what it reads, by name. tables: for each pair of rotary
+    tables that the reference hands it, which of the model's it is."""
+
+    unit: Unit
+    attempt: Attempt
+    factors: dict[str, Evidence]
+    tables: list[int]
+
+
+@dataclass
+class ProvenLayer:
+    """The parts of a layer in order, and the sum it gives."""
+
+    parts: list[ProvenPart]
+    gives: dict[str, Evidence]
+
+    @property
+    def attempts(self) -> dict[str, Attempt]:
+        """Part name -> what stands for it."""
+        return {part.unit.name: part.attempt for part in self.parts}
+
+
+@dataclass
+class ProvenRotary:
+    """A formula that gives tables of the model, and the module of the reference that makes them."""
+
+    path: str
+    candidate: Candidate
+
+
+@dataclass
 class Proven:
-    """What holds for the shrunk model. parts[i]: role -> attempt that stands for it in layer i."""
+    """What holds for the shrunk model."""
 
     parts: ModelParts
-    layers: list[dict[str, Attempt]]
+    layers: list[ProvenLayer]
     norm: Attempt
-    rotary: Candidate | None
+    embed_norm: Attempt | None
+    rotaries: list[ProvenRotary]
     tied: bool
+    embed_scale: Evidence
+    logits: tuple[str, Evidence]
+
+
+class _Prover:
+    """Proves modules of one reference, each distinct one once."""
+
+    def __init__(self, reference: nn.Module, parts: ModelParts, generator: torch.Generator, tell: Callable[[str], None]):
+        self.calls, self.config = parts.calls, text_config(reference)
+        self.generator, self.tell = generator, tell
+        self.attempts: dict[str, list[Attempt]] = {}
+        self.known: dict[tuple, Attempt | None] = {}
+        self.unproven: dict[str, Unproven] = {}
+
+    def best(self, roles: tuple[str, ...], path: str, signature: tuple) -> Attempt | None:
+        """The best block for the module at `path`; None, with the reason in `unproven`, where there is none."""
+        key = (roles, signature)
+        if key not in self.known:
+            self.tell(f"proving {path}")
+            site = site_of(self.calls, path, self.config)
+            attempts: list[Attempt] = []
+            survivors: list[Attempt] = []
+            for role in roles:
+                verdict = prove(role, site, self.generator)
+                attempts += verdict.attempts
+                survivors = survivors or verdict.survivors
+                if survivors:
+                    break
+            self.attempts[path] = attempts
+            self.known[key] = survivors[0] if survivors else None
+            if not survivors:
+                nearest = sorted(attempts, key=lambda attempt: (not attempt.thorough, attempt.error))[:3]
+                tried = [f"{a.candidate.block}: {a.objection}" for a in nearest]
+                kind = type(self.calls[path].module).__name__
+                why = f"no block reproduces {kind}" if tried else f"no block here is like {kind}"
+                self.unproven[path] = Unproven(path, why, tried)
+        return self.known[key]
+
+
+def text_config(model: nn.Module) -> Any:
+    """The config of the part that reads text."""
+    config = model.config
+    return config.get_text_config() if hasattr(config, "get_text_config") else config  # type: ignore[union-attr]
 
 
 def prove_model(
@@ -61,52 +144,112 @@ def prove_model(
         parts = discover(reference, ids)
     except Undiscovered as error:
         raise NotProven([Unproven("structure", str(error))]) from None
-    unproven: list[Unproven] = []
-    attempts: dict[str, list[Attempt]] = {}
-    known: dict[tuple, Attempt] = {}
-
-    def best(role: str, path: str, signature: tuple) -> Attempt | None:
-        if signature in known:
-            return known[signature]
-        tell(f"proving {path}")
-        verdict = prove(_ROLE_OF_PART[role], site_of(parts.calls, path, reference.config), generator)
-        attempts[path] = verdict.attempts
-        if not verdict.survivors:
-            nearest = sorted(verdict.attempts, key=lambda attempt: (not attempt.thorough, attempt.error))[:3]
-            tried = [f"{a.candidate.block}: {a.objection}" for a in nearest]
-            kind = type(parts.calls[path].module).__name__
-            why = f"no block reproduces {kind}" if tried else f"no block here is like {kind}"
-            unproven.append(Unproven(path, why, tried))
-            return None
-        known[signature] = verdict.survivors[0]
-        return known[signature]
-
-    layers = []
+    prover = _Prover(reference, parts, generator, tell)
+    rotaries = _Rotaries(parts, prover.config)
     signatures = layer_signatures(reference)
-    for index, layer in enumerate(parts.layer_parts):
-        chosen = {}
-        for role in ROLES:
-            path = f"{parts.layers}.{index}.{getattr(layer, role)}"
-            signature = part_signature(signatures[index], getattr(layer, role))
-            chosen[role] = best(role, path, (role, signature, _handed(parts.calls[path])))
-        layers.append(chosen)
-    norm = best("norm", parts.norm, ("final",))
-    rotary = None
-    if parts.rotary is not None:
-        rotary = propose_rotary(parts.calls[parts.rotary], reference.config)
-        if rotary is None:
-            kind = type(parts.calls[parts.rotary].module).__name__
-            unproven.append(Unproven(parts.rotary, f"no formula here gives the tables of {kind}"))
+    layers: list[ProvenLayer] = []
+    unproven: list[Unproven] = []
+    for index in range(parts.count):
+        try:
+            layers.append(_prove_layer(prover, rotaries, f"{parts.layers}.{index}", signatures[index]))
+        except NotProven as error:
+            unproven += [item for item in error.unproven if item not in unproven]
+    norm = prover.best(("norm",), parts.norm, ("final norm",))
+    embed_norm = prover.best(("norm",), parts.embed_norm, ("embedding norm",)) if parts.embed_norm else None
+    outside = [path for path in (parts.norm, parts.embed_norm) if path in prover.unproven]
+    unproven += [prover.unproven[path] for path in outside] + rotaries.unproven
     if unproven or norm is None:
         raise NotProven(unproven)
     head, embed = parts.calls[parts.head].module, parts.calls[parts.embed].module
-    return Proven(parts, layers, norm, rotary, head.weight is embed.weight), attempts
+    kind, factor = parts.logits
+    proven = Proven(
+        parts=parts,
+        layers=layers,
+        norm=norm,
+        embed_norm=embed_norm,
+        rotaries=rotaries.proven,
+        tied=head.weight is embed.weight,
+        embed_scale=explain_factor(parts.embed_scale, embed, prover.config),
+        logits=(kind, explain_factor(factor, reference, prover.config)),
+    )
+    return proven, prover.attempts
+
+
+def _prove_layer(prover: _Prover, rotaries: "_Rotaries", layer: str, signature: Any) -> ProvenLayer:
+    """The layer's wiring and a block for each of its units; a unit that no block explains is looked into.
+
+    Raises NotProven with what stays open, of the coarsest wiring.
+    """
+    expanded: set[str] = set()
+    first: list[Unproven] = []
+    while True:
+        try:
+            wiring = layer_parts(prover.calls, layer, expanded)
+        except Undiscovered as error:
+            raise NotProven(first or [Unproven("structure", str(error))]) from None
+        open_units: list[str] = []
+        proven: list[ProvenPart] = []
+        for unit in wiring.units:
+            path = f"{layer}.{unit.path}"
+            key = (unit.role, part_signature(signature, unit.path), _handed(prover.calls[path]))
+            attempt = prover.best(_PROPOSE_AS[unit.role], path, key) if unit.role != "scale" else None
+            if attempt is None:
+                open_units.append(unit.path)
+                continue
+            uses = "table" in _arguments(attempt.candidate.block)
+            tables = rotaries.indices(prover.calls[path]) if uses else []
+            proven.append(ProvenPart(unit, attempt, _factors(unit.reads, prover, layer), tables))
+        if not open_units:
+            return ProvenLayer(proven, _factors(wiring.gives, prover, layer))
+        first = first or [
+            prover.unproven.get(f"{layer}.{path}") or Unproven(f"{layer}.{path}", "no block reproduces it")
+            for path in open_units
+        ]
+        expandable = {path for path in open_units if len(list(prover.calls[f"{layer}.{path}"].module.children())) > 1}
+        if not expandable:
+            raise NotProven(first)
+        expanded |= expandable
+
+
+def _factors(reads: Mapping[str, float], prover: _Prover, layer: str) -> dict[str, Evidence]:
+    module = prover.calls[layer].module
+    return {name: explain_factor(factor, module, prover.config) for name, factor in reads.items()}
+
+
+class _Rotaries:
+    """The rotary tables that layers are handed or make, each with the formula that gives it."""
+
+    def __init__(self, parts: ModelParts, config: Any):
+        self.calls = parts.calls
+        self.found, self.open = propose_rotaries(parts.calls, config)
+        self.used: list[ProposedRotary] = []
+        self.unproven: list[Unproven] = []
+
+    @property
+    def proven(self) -> list[ProvenRotary]:
+        return [ProvenRotary(rotary.path, rotary.candidate) for rotary in self.used]
+
+    def indices(self, call: Call) -> list[int]:
+        """Which of the model's tables each one is that the call was handed, in the order of its `Context.tables`."""
+        prefix = call.path + "."
+        inner = {path: made for path, made in self.calls.items() if path.startswith(prefix)}
+        return [self._index(table) for table in handed_tables(call, inner)]
+
+    def _index(self, table: Table) -> int:
+        rotary = next((item for item in self.found if item.gives(table)), None)
+        if rotary is None:
+            path = (self.open or ["rotary"])[0]
+            self.unproven.append(Unproven(path, "no formula here gives the rotary tables that a layer is handed"))
+            return 0
+        if rotary not in self.used:
+            self.used.append(rotary)
+        return self.used.index(rotary)
 
 
 def _handed(call: Call) -> tuple[str, ...]:
     """Digests of the tensors that a module is handed beside its hidden input, such as its mask."""
     others = [tensor for tensor in tensors((call.args, call.kwargs)) if tensor is not call.hidden]
-    return tuple(hashlib.sha256(tensor.detach().numpy().tobytes()).hexdigest() for tensor in others)
+    return tuple(hashlib.sha256(tensor.detach().resolve_conj().numpy().tobytes()).hexdigest() for tensor in others)
 
 
 def specification_of(
@@ -117,12 +260,7 @@ def specification_of(
     kinds: list[LayerKind] = []
     runs: list[LayerRun] = []
     for index, shrunk in enumerate(follows):
-        blocks = {}
-        for role in ROLES:
-            path = getattr(parts.layer_parts[shrunk], role)
-            module = model.get_submodule(f"{parts.layers}.{index}.{path}")
-            blocks[role] = _block(proven.layers[shrunk][role], module, config, f"{parts.layers}.{{layer}}.{path}")
-        kind = LayerKind(**blocks)
+        kind = _layer_kind(model, config, proven, shrunk, index)
         if kind not in kinds:
             kinds.append(kind)
         number = kinds.index(kind)
@@ -130,28 +268,60 @@ def specification_of(
             runs[-1] = runs[-1].model_copy(update={"count": runs[-1].count + 1})
         else:
             runs.append(LayerRun(first=index, count=1, kind=number))
-    embed = model.get_submodule(parts.embed)
-    rotary = None
-    if proven.rotary is not None:
-        rotary = proven.rotary.spec(model.get_submodule(str(parts.rotary)), config)
-        evidence = proven.rotary.describe()
-        proof = Proof(status="proven", module=str(parts.rotary), error=ROTARY_TOLERANCE, evidence=evidence)
-        rotary = rotary.model_copy(update={"proof": proof})
-    norm = _block(proven.norm, model.get_submodule(parts.norm), config, parts.norm)
+    embed, head = model.get_submodule(parts.embed), model.get_submodule(parts.head)
+    rotaries = []
+    for rotary in proven.rotaries:
+        evidence = rotary.candidate.describe()
+        proof = Proof(status="proven", module=rotary.path, error=ROTARY_TOLERANCE, evidence=evidence)
+        block = rotary.candidate.spec(model.get_submodule(rotary.path), config)
+        rotaries.append(block.model_copy(update={"proof": proof}))
+    relation, factor = proven.logits
+    value = factor.resolve(model, config)
+    embed_norm = None
+    if proven.embed_norm is not None and parts.embed_norm is not None:
+        embed_norm = _block(proven.embed_norm, model.get_submodule(parts.embed_norm), config, parts.embed_norm)
     return ModelSpec(
         name=name,
         checkpoint=identity,
         vocabulary=embed.weight.shape[0],  # type: ignore[union-attr]
         hidden=embed.weight.shape[1],  # type: ignore[union-attr]
         tied=proven.tied,
-        rotary=rotary,
+        rotaries=rotaries,
+        embed_scale=proven.embed_scale.resolve(embed, config),
+        embed_norm=embed_norm,
+        head_bias=getattr(head, "bias", None) is not None,
+        logit_scale=value if relation == "scale" else 1.0,
+        logit_softcap=value if relation == "softcap" else None,
         layer_kinds=kinds,
         layers=runs,
-        norm=norm,
+        norm=_block(proven.norm, model.get_submodule(parts.norm), config, parts.norm),
         rules=[],
         initializer_range=float(getattr(config, "initializer_range", None) or 0.02),
         max_positions=getattr(config, "max_position_embeddings", None),
     )
+
+
+def _layer_kind(model: nn.Module, config: Any, proven: Proven, shrunk: int, index: int) -> LayerKind:
+    """The kind of layer `index` of `model`, which is like the shrunk layer `shrunk`."""
+    layer = model.get_submodule(f"{proven.parts.layers}.{index}")
+
+    def sum_text(factors: Mapping[str, Evidence]) -> str:
+        return text_of({name: evidence.resolve(layer, config) for name, evidence in factors.items()})
+
+    held = []
+    for part in proven.layers[shrunk].parts:
+        module = layer.get_submodule(part.unit.path)
+        block = _block(part.attempt, module, config, f"{proven.parts.layers}.{{layer}}.{part.unit.path}")
+        if part.tables and "table" in _arguments(block.block):
+            chosen = part.tables[block.arguments.get("table", 0)]
+            block = block.model_copy(update={"arguments": {**block.arguments, "table": chosen}})
+        held.append(PartSpec(name=part.unit.name, block=block, reads=sum_text(part.factors)))
+    return LayerKind(parts=held, gives=sum_text(proven.layers[shrunk].gives))
+
+
+def _arguments(block: str) -> Collection[str]:
+    """Names of the arguments of a block's constructor."""
+    return inspect.signature(BLOCKS[block].__init__).parameters
 
 
 def _block(attempt: Attempt, module: nn.Module, config: Any, path: str) -> BlockSpec:
@@ -169,12 +339,15 @@ def load_reference(model: nn.Module, reference: nn.Module, proven: Proven) -> No
     values = {"embed.weight": theirs[f"{parts.embed}.weight"]}
     if not proven.tied:
         values["head.weight"] = theirs[f"{parts.head}.weight"]
+    if f"{parts.head}.bias" in theirs:
+        values["head_bias"] = theirs[f"{parts.head}.bias"]
     places = [("norm", parts.norm, proven.norm)]
+    if proven.embed_norm is not None:
+        places.append(("embed_norm", str(parts.embed_norm), proven.embed_norm))
     for index, layer in enumerate(proven.layers):
-        for role, attempt in layer.items():
-            places.append(
-                (f"layers.{index}.{role}", f"{parts.layers}.{index}.{getattr(parts.layer_parts[index], role)}", attempt)
-            )
+        for part in layer.parts:
+            path = f"{parts.layers}.{index}.{part.unit.path}"
+            places.append((f"layers.{index}.{part.unit.name}", path, part.attempt))
     for ours, path, attempt in places:
         prefix = path + "."
         inner = {name.removeprefix(prefix): value for name, value in theirs.items() if name.startswith(prefix)}

@@ -1,185 +1,136 @@
 """Finds the parts of a reference model by what flows between them, not by what they are called.
 
-The embedding is the module that is fed the token ids; layers are the list whose members feed one another; the head's
-output is the logits. Inside a layer, every child's input is solved as a sum of earlier values, and the mixer is the
-child whose output for one token changes when another token does.
+The embedding is the module that is fed the token ids; layers are the list whose members feed one another; the head is
+what the logits are made of. What is inside a layer is solved by `layer_wiring`.
 """
 
+import math
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from dayzero.onboard.reference import Promote
+from dayzero.onboard.calls import Call, Undiscovered, floats, record_calls, same, tensors
+from dayzero.onboard.layer_wiring import LayerParts, Unit, mixes_tokens, solve
 
-
-class Undiscovered(Exception):
-    """The reference has a shape that no rule here explains. The message says which part and what was seen."""
-
-
-@dataclass
-class Call:
-    """One call of a module: its arguments and its output, as they were."""
-
-    path: str
-    module: nn.Module
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
-    output: Any
-
-    @property
-    def has_stream(self) -> bool:
-        """Whether floating-point tensors go in and come out."""
-        return bool(_floats((self.args, self.kwargs)) and _floats(self.output))
-
-    @property
-    def hidden(self) -> Tensor:
-        """The first floating-point tensor among the arguments."""
-        return _floats((self.args, self.kwargs))[0]
-
-    @property
-    def result(self) -> Tensor:
-        """The first floating-point tensor of the output."""
-        return _floats(self.output)[0]
-
-    def replay(self, hidden: Tensor) -> Tensor:
-        """The module as a pure function of its hidden input; every other argument as captured."""
-        replaced = False
-
-        def swap(value: Any) -> Any:
-            nonlocal replaced
-            if not replaced and isinstance(value, Tensor) and value.is_floating_point():
-                replaced = True
-                return hidden
-            return value
-
-        args = tuple(swap(value) for value in self.args)
-        kwargs = {name: swap(value) for name, value in self.kwargs.items()}
-        with Promote():
-            return _floats(self.module(*args, **kwargs))[0]
-
-    def replay_exactly(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """The module called again with other arguments, float32 islands promoted."""
-        with Promote():
-            return self.module(*args, **kwargs)
-
-
-def _floats(value: Any) -> list[Tensor]:
-    if isinstance(value, Tensor):
-        return [value] if value.is_floating_point() else []
-    if isinstance(value, dict):
-        value = list(value.values())
-    if isinstance(value, (tuple, list)):
-        return [tensor for item in value for tensor in _floats(item)]
-    return []
-
-
-def tensors(value: Any) -> list[Tensor]:
-    """Every tensor inside nested tuples, lists and dicts."""
-    if isinstance(value, Tensor):
-        return [value]
-    if isinstance(value, dict):
-        value = list(value.values())
-    if isinstance(value, (tuple, list)):
-        return [tensor for item in value for tensor in tensors(item)]
-    return []
-
-
-@dataclass
-class LayerParts:
-    """Paths relative to the layer, and what the layer does with their outputs."""
-
-    mixer_norm: str
-    mixer: str
-    ffn_norm: str
-    ffn: str
+__all__ = [
+    "Call",
+    "LayerParts",
+    "ModelParts",
+    "Undiscovered",
+    "Unit",
+    "discover",
+    "floats",
+    "mixes_tokens",
+    "record_calls",
+    "same",
+    "solve",
+    "tensors",
+]
 
 
 @dataclass
 class ModelParts:
-    """Paths of the parts. layers: path of the list. calls: the calls of the whole forward pass by path."""
+    """Paths of the parts. layers: path of the list, of `count` members. embed_scale: what multiplies the rows of the
+    embedding table. logits: ("scale", s) for s * head, ("softcap", c) for c * tanh(head / c). calls: of the whole
+    forward pass by path."""
 
     embed: str
+    embed_scale: float
+    embed_norm: str | None
     layers: str
+    count: int
     norm: str
     head: str
-    rotary: str | None
-    layer_parts: list[LayerParts]
+    logits: tuple[str, float]
     calls: dict[str, Call] = field(repr=False, default_factory=dict)
-
-
-def record_calls(model: nn.Module, ids: Tensor) -> tuple[dict[str, Call], Tensor]:
-    """Runs the model once; the first call of every module by path, in order of completion, and the logits.
-
-    Raises Undiscovered for a model that cannot run.
-    """
-    calls: dict[str, Call] = {}
-    handles = []
-    for path, module in model.named_modules():
-
-        def hook(module, args, kwargs, output, path=path):
-            if path not in calls:
-                calls[path] = Call(path, module, args, kwargs, output)
-
-        handles.append(module.register_forward_hook(hook, with_kwargs=True))
-    try:
-        with torch.no_grad(), Promote():
-            logits = model(input_ids=ids, use_cache=False).logits
-    except (RuntimeError, TypeError, ValueError, AttributeError, IndexError, KeyError) as error:
-        found = " ".join(str(error).split())[:200]
-        raise Undiscovered(f"the reference does not run at small sizes ({type(error).__name__}: {found})") from None
-    finally:
-        for handle in handles:
-            handle.remove()
-    return calls, logits
-
-
-def same(a: Tensor, b: Tensor) -> bool:
-    """Equal values, whatever the leading dimensions."""
-    if a is b:
-        return True
-    return a.numel() == b.numel() and a.shape[-1:] == b.shape[-1:] and torch.equal(a.reshape(b.shape), b)
 
 
 def discover(model: nn.Module, ids: Tensor) -> ModelParts:
     """The parts of a decoder-only reference. Raises Undiscovered."""
     calls, logits = record_calls(model, ids)
-    streams = {path: call for path, call in calls.items() if call.has_stream}
-    embed = _only("embedding", [p for p, c in calls.items() if isinstance(c.module, nn.Embedding) and _is_fed(c, ids)])
-    layers = _layer_list(model, calls, calls[embed].result)
+    embed = _embedding(model, calls, ids)
+    layers = _layer_list(model, calls)
     count = len(model.get_submodule(layers))  # type: ignore[arg-type]
-    last = calls[f"{layers}.{count - 1}"].result
-    head = _only(
-        "head", [p for p, c in streams.items() if _owns_parameters(c.module) and same(c.result, logits)], deepest=True
-    )
+    first, last = _stream(calls[f"{layers}.0"], calls.get(f"{layers}.1")), calls[f"{layers}.{count - 1}"].result
+    scale, embed_norm = _before_layers(calls, embed, layers, first, ids)
+    head, relation = _head(model, calls, logits)
     norm = _only(
         "final norm",
-        [p for p, c in streams.items() if same(c.hidden, last) and same(c.result, calls[head].hidden)]
+        [p for p, c in calls.items() if c.has_stream and same(c.hidden, last) and same(c.result, calls[head].hidden)]
         if not same(last, calls[head].hidden)
         else [],
         deepest=True,
     )
-    if not same(nn.functional.embedding(ids, calls[embed].module.weight), calls[embed].result):  # type: ignore[arg-type]
-        raise Undiscovered(f"embedding: what {embed} gives is not the rows of its table")
-    if not same(nn.functional.linear(calls[head].hidden, calls[head].module.weight), logits):  # type: ignore[arg-type]
-        raise Undiscovered(f"head: what {head} gives is not the product with its matrix")
-    tables = tensors((calls[f"{layers}.0"].args, calls[f"{layers}.0"].kwargs))
-    rotary = [
-        path
-        for path, call in calls.items()
-        if isinstance(call.output, tuple) and len(call.output) == 2 and all(_has(tables, out) for out in call.output)
-    ]
-    parts = [_layer_parts(calls, f"{layers}.{index}") for index in range(count)]
-    return ModelParts(embed, layers, norm, head, rotary[0] if rotary else None, parts, calls)
+    return ModelParts(embed, scale, embed_norm, layers, count, norm, head, relation, calls)
 
 
-def _has(tables: list[Tensor], value: Any) -> bool:
-    return isinstance(value, Tensor) and any(value is table for table in tables)
+def _embedding(model: nn.Module, calls: Mapping[str, Call], ids: Tensor) -> str:
+    """The table whose rows start the stream. Where several tables are fed the ids, the model says which one it is."""
+    fed = [path for path, call in calls.items() if isinstance(call.module, nn.Embedding) and _is_fed(call, ids)]
+    if len(fed) > 1:
+        own = model.get_input_embeddings()  # type: ignore[operator]
+        fed = [path for path in fed if calls[path].module is own]
+    return _only("embedding", fed)
 
 
 def _is_fed(call: Call, ids: Tensor) -> bool:
     return any(tensor.shape == ids.shape and torch.equal(tensor, ids) for tensor in tensors((call.args, call.kwargs)))
+
+
+def _before_layers(
+    calls: Mapping[str, Call], embed: str, layers: str, first: Tensor, ids: Tensor
+) -> tuple[float, str | None]:
+    """The factor on the embedding's rows, and the path of a norm between them and the first layer."""
+    rows = nn.functional.embedding(ids, calls[embed].module.weight).detach()  # type: ignore[arg-type]
+    if scale := solve(first, {"rows": rows}):
+        return scale["rows"], None
+    for path, call in calls.items():
+        if call.has_stream and not path.startswith(layers + ".") and same(call.result, first):
+            if (scale := solve(call.hidden, {"rows": rows})) and not isinstance(call.module, nn.Embedding):
+                return scale["rows"], path
+    raise Undiscovered(f"the first layer is not fed the rows of {embed}, nor a multiple or a norm of them")
+
+
+def _head(model: nn.Module, calls: Mapping[str, Call], logits: Tensor) -> tuple[str, tuple[str, float]]:
+    """The projection to the vocabulary and how the logits follow from it."""
+    linears = {
+        path: call
+        for path, call in calls.items()
+        if call.has_stream and _owns_parameters(call.module) and call.result.shape == logits.shape
+    }
+    found = {path: solve(logits, {"head": call.result}) for path, call in linears.items()}
+    exact = [path for path, scale in found.items() if scale]
+    if exact:
+        head = _only("head", exact, deepest=True)
+        relation = ("scale", found[head]["head"])
+    else:
+        caps = {path: _softcap(logits, call.result) for path, call in linears.items()}
+        head = _only("head", [path for path, cap in caps.items() if cap], deepest=True)
+        relation = ("softcap", float(caps[head] or 0.0))
+    module = calls[head].module
+    bias = getattr(module, "bias", None)
+    product = nn.functional.linear(calls[head].hidden, module.weight, bias)  # type: ignore[arg-type]
+    if not same(product, calls[head].result):
+        raise Undiscovered(f"head: what {head} gives is not the product with its matrix")
+    return head, relation
+
+
+def _softcap(logits: Tensor, raw: Tensor) -> float | None:
+    """c where logits = c tanh(raw / c), solved by bisection on the largest logit; None where there is no such c."""
+    position = int(raw.abs().argmax())
+    want, value = float(logits.flatten()[position].abs()), float(raw.flatten()[position].abs())
+    if not 0 < want < value:
+        return None
+    low, high = want, want * 1e12
+    for _ in range(400):
+        middle = (low * high) ** 0.5
+        low, high = (middle, high) if middle * math.tanh(value / middle) < want else (low, middle)
+    cap = float(f"{low:.10g}")
+    capped = cap * torch.tanh(raw / cap)
+    return cap if float((capped - logits).norm()) <= 1e-9 * float(logits.norm()) else None
 
 
 def _owns_parameters(module: nn.Module) -> bool:
@@ -195,86 +146,32 @@ def _only(what: str, paths: list[str], deepest: bool = False) -> str:
     return paths[0]
 
 
-def _layer_list(model: nn.Module, calls: dict[str, Call], start: Tensor) -> str:
-    """The longest module list whose members pass the stream on from one to the next, starting at the embedding."""
-    chains = []
+def _stream(call: Call, following: Call | None) -> Tensor:
+    """The layer's input: its first floating-point argument of the shape that it gives."""
+    given = [tensor for tensor in floats((call.args, call.kwargs)) if tensor.shape == call.result.shape]
+    return given[0] if given else call.hidden
+
+
+def _layer_list(model: nn.Module, calls: Mapping[str, Call]) -> str:
+    """The module list whose members pass the stream on from one to the next; the outermost and longest of them."""
+    chains: dict[str, int] = {}
     for path, module in model.named_modules():
         if not isinstance(module, nn.ModuleList) or not len(module):
             continue
         members = [calls.get(f"{path}.{index}") for index in range(len(module))]
         if not all(member is not None and member.has_stream for member in members):
             continue
-        stream = start
-        for member in members:
-            if member is None or not same(member.hidden, stream):
-                break
-            stream = member.result
-        else:
-            chains.append(path)
-    return _only("layers", chains)
+        pairs = zip(members, members[1:], strict=False)
+        if all(_passes_on(one, two) for one, two in pairs if one is not None and two is not None):
+            chains[path] = len(module)
+    if not chains:
+        raise Undiscovered("layers: no list of modules passes a stream on from one member to the next")
+    outermost = [path for path in chains if not any(path.startswith(other + ".") for other in chains)]
+    longest = max(chains[path] for path in outermost)
+    return _only("layers", [path for path in outermost if chains[path] == longest])
 
 
-def _layer_parts(calls: dict[str, Call], layer: str) -> LayerParts:
-    children = [call for path, call in calls.items() if path.rpartition(".")[0] == layer and call.has_stream]
-    norms = [call for call in children if _is_vector_only(call.module)]
-    others = [call for call in children if not _is_vector_only(call.module)]
-    mixers = [call for call in others if mixes_tokens(call)]
-    ffns = [call for call in others if not mixes_tokens(call)]
-    if len(mixers) != 1 or len(ffns) != 1 or len(norms) != 2:
-        raise Undiscovered(
-            f"{layer}: {len(mixers)} token mixers, {len(ffns)} feed-forward parts and {len(norms)} norms; "
-            "a plain pre-norm layer has 1, 1 and 2"
-        )
-    values = {"x": calls[layer].hidden} | {call.path.removeprefix(layer + "."): call.result for call in children}
-    mixer, ffn = (call.path.removeprefix(layer + ".") for call in (mixers[0], ffns[0]))
-    mixer_norm = _maker(values, mixers[0].hidden, f"{layer}.{mixer}")
-    ffn_norm = _maker(values, ffns[0].hidden, f"{layer}.{ffn}")
-    norm_of = {call.path.removeprefix(layer + "."): call for call in norms}
-    if mixer_norm not in norm_of or ffn_norm not in norm_of:
-        raise Undiscovered(f"{layer}: {mixer} is fed by {mixer_norm} and {ffn} by {ffn_norm}; expected its two norms")
-    equations = {
-        f"input of {mixer_norm}": (norm_of[mixer_norm].hidden, ["x"]),
-        f"input of {ffn_norm}": (norm_of[ffn_norm].hidden, ["x", mixer]),
-        "output": (calls[layer].result, ["x", mixer, ffn]),
-    }
-    for name, (found, terms) in equations.items():
-        solved = solve(found, values)
-        if solved != dict.fromkeys(terms, 1.0):
-            shown = " + ".join(f"{c:g} {term}" for term, c in solved.items()) if solved else "no sum of earlier values"
-            raise Undiscovered(f"{layer}: {name} is {shown}; a plain pre-norm layer has {' + '.join(terms)}")
-    return LayerParts(mixer_norm, mixer, ffn_norm, ffn)
+def _passes_on(one: Call, two: Call) -> bool:
+    return any(same(tensor, one.result) for tensor in floats((two.args, two.kwargs)))
 
 
-def _is_vector_only(module: nn.Module) -> bool:
-    return all(parameter.ndim <= 1 for parameter in module.parameters())
-
-
-def _maker(values: dict[str, Tensor], wanted: Tensor, what: str) -> str:
-    makers = [name for name, value in values.items() if same(value, wanted)]
-    if len(makers) != 1:
-        raise Undiscovered(f"input of {what} equals {makers or 'no earlier value'}; expected one")
-    return makers[0]
-
-
-def solve(wanted: Tensor, values: dict[str, Tensor]) -> dict[str, float]:
-    """`wanted` as a linear combination of `values` (least squares): the terms with their coefficients, {} if none."""
-    names = [name for name, value in values.items() if value.numel() == wanted.numel()]
-    basis = torch.stack([values[name].reshape(-1) for name in names], 1)
-    target = wanted.reshape(-1, 1)
-    coefficients = torch.linalg.lstsq(basis, target).solution
-    if torch.linalg.norm(basis @ coefficients - target) > 1e-9 * torch.linalg.norm(target):
-        return {}
-    rounded = {name: round(float(c), 9) for name, c in zip(names, coefficients[:, 0], strict=True)}
-    return {name: c for name, c in rounded.items() if c}
-
-
-def mixes_tokens(call: Call) -> bool:
-    """Whether the output for a token depends on the other tokens: one token is changed and the rest watched."""
-    hidden = call.hidden
-    changed = hidden.clone()
-    changed[:, 0] += 1.0
-    with torch.no_grad():
-        before, after = call.replay(hidden), call.replay(changed)
-    before, after = before.reshape(hidden.shape)[:, 1:], after.reshape(hidden.shape)[:, 1:]
-    # Not bitwise: an expert's matrix product rounds differently when it has other rows beside these.
-    return bool((before - after).abs().max() > 1e-9 * before.abs().max())

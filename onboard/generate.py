@@ -26,6 +26,8 @@ from dayzero.onboard.tensor_names import ranges
 from dayzero.runtime import nn
 from dayzero.runtime.config import TrainConfig, render_yaml
 from dayzero.runtime.plan import Plan
+from dayzero.runtime.recorded_hashes import FILE as HASHES
+from dayzero.runtime.recorded_hashes import hashes_as_data
 from dayzero.runtime.spec import BlockSpec, ModelSpec, SourceSpec
 from dayzero.runtime.weights import Source
 
@@ -82,11 +84,13 @@ def format_python(text: str) -> str:
 
 
 def call(block: BlockSpec) -> str:
-    """The constructor call of a block, arguments that have their default value left out."""
+    """The constructor call of a block, blocks inside it included; arguments with their default value are left out."""
     signature = inspect.signature(nn.BLOCKS[block.block].__init__)
     defaults = {name: parameter.default for name, parameter in signature.parameters.items()}
     given = [
-        f"{name}={_lit(value)}" for name, value in block.arguments.items() if value != defaults.get(name, object())
+        f"{name}={call(value) if isinstance(value, BlockSpec) else _lit(value)}"
+        for name, value in block.arguments.items()
+        if value != defaults.get(name, object())
     ]
     return f"{_word(block.block)}({', '.join(given)})"
 
@@ -133,12 +137,8 @@ def model_py(spec: ModelSpec) -> str:
         layers_of.setdefault(run.kind, []).extend(range(run.first, run.first + run.count))
     kinds = []
     for number, kind in enumerate(spec.layer_kinds):
-        parts = [(role, getattr(kind, role)) for role in ("mixer_norm", "mixer", "ffn_norm", "ffn")]
-        kinds.append({"function": functions[number], "layers": ranges(layers_of[number]), "parts": parts})
-    blocks = {"CausalLM", "DecoderLayer", spec.norm.block}
-    blocks |= {block.block for kind in kinds for _, block in kind["parts"]}
-    if spec.rotary is not None:
-        blocks.add(spec.rotary.block)
+        kinds.append({"function": functions[number], "layers": ranges(layers_of[number]), "kind": kind})
+    blocks = {"CausalLM", "DecoderLayer"} | {inner.block for block in spec.blocks() for inner in block.walk()}
     text = (
         environment()
         .get_template("model.py.j2")
@@ -157,7 +157,8 @@ def model_py(spec: ModelSpec) -> str:
 
 def _kind_functions(spec: ModelSpec) -> list[str]:
     """A function name for every kind of layer, by its feed-forward part; numbered where two are alike."""
-    words = ["routed_layer" if kind.ffn.block == "MixtureOfExperts" else "dense_layer" for kind in spec.layer_kinds]
+    routed = [any(block.block == "MixtureOfExperts" for block in kind.blocks.values()) for kind in spec.layer_kinds]
+    words = ["routed_layer" if experts else "dense_layer" for experts in routed]
     return [f"{word}_{words[:i].count(word) + 1}" if words.count(word) > 1 else word for i, word in enumerate(words)]
 
 
@@ -205,6 +206,7 @@ def render_package(
         "train.yaml": render_yaml(train),
         "spec.json": canonical_json(spec.model_dump(mode="json")),
         "ledger.json": canonical_json(ledger.model_dump(mode="json")),
+        HASHES: canonical_json(hashes_as_data(alignment.hashes, [rule.build() for rule in spec.rules])),
         **_operator_files(operators),
         "tests/test_package.py": format_python(
             package_test.render(spec=spec, version=VERSION, operators=operators, parameters=ledger.mapped_parameters())
@@ -217,7 +219,7 @@ def render_package(
         "templates_sha256": templates_sha256(),
         "checkpoint": spec.checkpoint.model_dump(mode="json"),
         "findings": findings.model_dump(mode="json"),
-        "alignment": alignment.model_dump(mode="json"),
+        "alignment": alignment.model_dump(mode="json", exclude={"hashes"}),
         "files": {name: _sha256(text) for name, text in sorted(files.items())},
     }
     lock["sha256"] = _sha256(canonical_json(lock))  # of all that stands above it

@@ -11,7 +11,16 @@ from typing import Any, Literal
 import torch
 from pydantic import Field
 
-from dayzero.onboard.composition import NotProven, Proven, load_reference, prove_model, specification_of
+from dayzero.onboard.candidates import Evidence
+from dayzero.onboard.composition import (
+    NotProven,
+    Proven,
+    ProvenPart,
+    load_reference,
+    prove_model,
+    specification_of,
+    text_config,
+)
 from dayzero.onboard.config_fields import IRRELEVANT, SIZES
 from dayzero.onboard.prove import TOLERANCE, relative_error
 from dayzero.onboard.reference import UnknownArchitecture, build, redraw, run
@@ -136,7 +145,7 @@ def _same_logits(
 ) -> bool:
     """Whether our model, its arguments resolved on the altered reference, gives the altered logits."""
     try:
-        spec = specification_of(model, model.config, proven, list(range(len(proven.layers))), identity, "altered")
+        spec = specification_of(model, text_config(model), proven, list(range(len(proven.layers))), identity, "altered")
         ours = spec.build().to(torch.float64)
         load_reference(ours, model, proven)
         bounds = torch.arange(0, ids.numel() + 1, ids.shape[1])
@@ -150,13 +159,32 @@ def _same_logits(
 def _difference(before: Proven, after: Proven, model: torch.nn.Module) -> str:
     """Which claims changed, one line a part."""
     changes = []
-    for role in before.layers[0]:
-        old, new = before.layers[0][role].candidate, after.layers[0][role].candidate
-        if old.block != new.block:
-            changes.append(f"{role}: {old.block} -> {new.block}")
-        if added := sorted(new.parameters.keys() - old.parameters.keys()):
-            changes.append(f"{role}: with {', '.join(added)}")
-        for name in sorted(old.arguments.keys() & new.arguments.keys()):
-            if old.arguments[name].label != new.arguments[name].label:
-                changes.append(f"{role}.{name}: {old.arguments[name].label} -> {new.arguments[name].label}")
-    return "; ".join(changes)[:300]
+    for old_layer, new_layer in zip(before.layers, after.layers, strict=False):
+        old_parts = {part.unit.name: part for part in old_layer.parts}
+        for part in new_layer.parts:
+            if part.unit.name not in old_parts:
+                changes.append(f"{part.unit.name}: {part.attempt.candidate.block} joins")
+                continue
+            changes += _changed(part.unit.name, old_parts[part.unit.name], part)
+        changes += [f"{name} goes" for name in old_parts.keys() - {part.unit.name for part in new_layer.parts}]
+        changes += _rewired("the layer", old_layer.gives, new_layer.gives)
+    changes += _rewired("embedding", {"rows": before.embed_scale}, {"rows": after.embed_scale})
+    changes += _rewired("logits", dict([before.logits]), dict([after.logits]))
+    return "; ".join(dict.fromkeys(changes))[:300]
+
+
+def _changed(name: str, before: ProvenPart, after: ProvenPart) -> list[str]:
+    old, new = before.attempt.candidate, after.attempt.candidate
+    changes = [f"{name}: {old.block} -> {new.block}"] if old.block != new.block else []
+    if added := sorted(new.parameters.keys() - old.parameters.keys()):
+        changes.append(f"{name}: with {', '.join(added)}")
+    for argument in sorted(old.arguments.keys() & new.arguments.keys()):
+        if old.arguments[argument].label != new.arguments[argument].label:
+            changes.append(f"{name}.{argument}: {old.arguments[argument].label} -> {new.arguments[argument].label}")
+    return changes + _rewired(name, before.factors, after.factors)
+
+
+def _rewired(name: str, before: Mapping[str, Evidence], after: Mapping[str, Evidence]) -> list[str]:
+    old = {term: evidence.label for term, evidence in before.items()}
+    new = {term: evidence.label for term, evidence in after.items()}
+    return [f"{name}: {term} by {label}" for term, label in new.items() if old.get(term) != label]

@@ -75,8 +75,7 @@ def operator_calls(spec: ModelSpec) -> list[OperatorCalls]:
         if size not in held:
             held.append(size)
 
-    blocks = [spec.norm, *(b for k in spec.layer_kinds for b in (k.mixer_norm, k.mixer, k.ffn_norm, k.ffn))]
-    for block in blocks:
+    for block in spec.blocks():
         _add_calls(block, add)
     found = []
     for name in sorted(sizes):

@@ -1,7 +1,7 @@
 """REPORT.md and report.html: what a person reads before they trust a package."""
 
+import re
 from collections import Counter
-from collections.abc import Iterable
 from functools import cache
 from html import escape
 from pathlib import Path
@@ -18,7 +18,7 @@ from dayzero.onboard.interventions import Intervention
 from dayzero.onboard.readable import readable_bytes, readable_count
 from dayzero.onboard.tensor_names import ranges
 from dayzero.runtime.plan import Plan
-from dayzero.runtime.spec import BlockSpec, ModelSpec, Record
+from dayzero.runtime.spec import LayerKind, ModelSpec, Record
 
 _EFFECTS = {
     "none": "same logits",
@@ -90,7 +90,7 @@ def _content(spec: ModelSpec, ledger: Ledger, plan: Plan, findings: Findings, al
             "error": block.proof.error if block.proof and block.proof.error is not None else float("inf"),
             "evidence": block.proof.evidence if block.proof else [],
         }
-        for block in _blocks(spec)
+        for block in spec.blocks()
     ]
     budget = _budget(ledger)
     total = sum(part["parameters"] for part in budget)
@@ -126,15 +126,6 @@ def _plan_line(plan: Plan) -> str:
     )
 
 
-def _blocks(spec: ModelSpec) -> Iterable[BlockSpec]:
-    seen = []
-    candidates = [b for k in spec.layer_kinds for b in (k.mixer_norm, k.mixer, k.ffn_norm, k.ffn)]
-    for block in [*candidates, spec.norm, *([spec.rotary] if spec.rotary else [])]:
-        if block not in seen:
-            seen.append(block)
-            yield block
-
-
 def _layer_rows(spec: ModelSpec) -> list[dict[str, str]]:
     layers: dict[int, list[int]] = {}
     for run in spec.layers:
@@ -142,11 +133,17 @@ def _layer_rows(spec: ModelSpec) -> list[dict[str, str]]:
     return [
         {
             "layers": ranges(numbers),
-            "mixer": spec.layer_kinds[kind].mixer.block,
-            "ffn": spec.layer_kinds[kind].ffn.block,
+            "mixer": _shown(spec.layer_kinds[kind], "mixer"),
+            "ffn": _shown(spec.layer_kinds[kind], "ffn"),
         }
         for kind, numbers in layers.items()
     ]
+
+
+def _shown(kind: LayerKind, role: str) -> str:
+    """The blocks of the parts of a role, "-" where a layer has none."""
+    names = [part.block.block for part in kind.parts if re.fullmatch(rf"{role}(_\d+)?", part.name)]
+    return " + ".join(names) or "-"
 
 
 def _budget(ledger: Ledger) -> list[dict[str, Any]]:
@@ -174,18 +171,18 @@ def _strip(spec: ModelSpec) -> dict[str, Any]:
     kinds = spec.kinds_in_order()
     names: list[str] = []
     for kind in kinds:
-        for block in (kind.mixer.block, kind.ffn.block):
-            if block not in names:
-                names.append(block)
+        for role in ("mixer", "ffn"):
+            if _shown(kind, role) not in names:
+                names.append(_shown(kind, role))
     colours = {name: _COLOURS[number % len(_COLOURS)] for number, name in enumerate(names)}
     step = 960 / len(kinds)
     cells = [
         {
             "x": f"{index * step:.2f}",
             "w": f"{max(step - min(2.0, step / 4), 0.5):.2f}",
-            "mixer_colour": colours[kind.mixer.block],
-            "ffn_colour": colours[kind.ffn.block],
-            "title": f"layer {index}: {kind.mixer.block}, {kind.ffn.block}",
+            "mixer_colour": colours[_shown(kind, "mixer")],
+            "ffn_colour": colours[_shown(kind, "ffn")],
+            "title": f"layer {index}: {_shown(kind, 'mixer')}, {_shown(kind, 'ffn')}",
         }
         for index, kind in enumerate(kinds)
     ]

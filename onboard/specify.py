@@ -14,7 +14,14 @@ from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from dayzero.onboard.candidates import Candidate
-from dayzero.onboard.composition import NotProven, Unproven, load_reference, prove_model, specification_of
+from dayzero.onboard.composition import (
+    NotProven,
+    Unproven,
+    load_reference,
+    prove_model,
+    specification_of,
+    text_config,
+)
 from dayzero.onboard.config_fields import IRRELEVANT, RENAMED
 from dayzero.onboard.interventions import Intervention, intervene
 from dayzero.onboard.on_disk import quantised_rules, with_prefix
@@ -80,7 +87,7 @@ def specify(
     inert = {name for item in interventions for name in item.reads}
     inert |= {item.field for item in interventions if item.field in dormant and item.effect in {"none", "refused"}}
     unread = [name for name in unread if name not in inert]
-    shrunk = specification_of(reference, reference.config, proven, list(range(len(proven.layers))), identity, name)
+    shrunk = specification_of(reference, text_config(reference), proven, list(range(len(proven.layers))), identity, name)
     shrunk_model = shrunk.build().to(torch.float64)
     load_reference(shrunk_model, reference, proven)
     _prove_composition(shrunk_model, reference, ids)
@@ -94,7 +101,7 @@ def specify(
     )
     follows = _follow(layer_signatures(full), len(proven.layers))
     try:
-        spec = specification_of(full, full.config, proven, follows, identity, name)
+        spec = specification_of(full, text_config(full), proven, follows, identity, name)
         with torch.device("meta"):
             shapes = {parameter: tuple(tensor.shape) for parameter, tensor in spec.build().named_parameters()}
     except ValueError as error:

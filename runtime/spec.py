@@ -1,65 +1,54 @@
 """ModelSpec: the whole model as data. Onboarding writes it as spec.json; the plan and the reports read it."""
 
-import inspect
 from dataclasses import fields
 from typing import Any, Literal
 
-from pydantic import Field, SerializerFunctionWrapHandler, TypeAdapter, model_serializer, model_validator
+from pydantic import Field, SerializerFunctionWrapHandler, model_serializer
 
 from dayzero.runtime import nn
+from dayzero.runtime.block_spec import BlockSpec, Proof
 from dayzero.runtime.record import Record
 from dayzero.runtime.weights import NODES, Rule, Source
 
-ProofStatus = Literal["proven", "lifted", "unverified"]
+__all__ = ["BlockSpec", "CheckpointId", "LayerKind", "LayerRun", "ModelSpec", "Proof", "RuleSpec", "SourceSpec"]
 
 
-class Proof(Record):
-    """Why a block stands for its reference module.
+class PartSpec(Record):
+    """One part of a layer. reads: the sum that it reads (`runtime.nn.wiring`), over "x" and parts before it."""
 
-    module: the reference module's path. error: upper bound of the worst relative error over outputs, input gradients
-    and parameter gradients, float64. evidence: one line each, what decided the parameters.
-    """
-
-    status: ProofStatus
-    module: str
-    error: float | None = None
-    evidence: list[str] = Field(default_factory=list)
-
-
-class BlockSpec(Record):
-    """One block of `dayzero.runtime.nn` and the arguments it is built with, checked against its constructor."""
-
-    block: str
-    arguments: dict[str, Any]
-    proof: Proof | None = None
-
-    @model_validator(mode="after")
-    def _arguments_fit(self) -> "BlockSpec":
-        if self.block not in nn.BLOCKS:
-            raise ValueError(f"no block {self.block!r}; there are {', '.join(sorted(nn.BLOCKS))}")
-        signature = inspect.signature(nn.BLOCKS[self.block].__init__)
-        parameters = {name: p for name, p in signature.parameters.items() if name != "self"}
-        if unknown := sorted(self.arguments.keys() - parameters.keys()):
-            raise ValueError(f"{self.block} has no argument {', '.join(unknown)}")
-        for name, parameter in parameters.items():
-            if name in self.arguments:
-                TypeAdapter(parameter.annotation).validate_python(self.arguments[name], strict=True)
-            elif parameter.default is inspect.Parameter.empty:
-                raise ValueError(f"{self.block} needs the argument {name}")
-        return self
-
-    def build(self):
-        """The module itself, parameters uninitialised."""
-        return nn.BLOCKS[self.block](**self.arguments)
+    name: str = Field(pattern=r"^[a-z][a-z0-9_]*$")
+    block: BlockSpec
+    reads: str
 
 
 class LayerKind(Record):
-    """The four blocks of a decoder layer."""
+    """A kind of decoder layer: its parts in the order in which they run, and the sum that it gives."""
 
-    mixer_norm: BlockSpec
-    mixer: BlockSpec
-    ffn_norm: BlockSpec
-    ffn: BlockSpec
+    parts: list[PartSpec]
+    gives: str
+
+    @classmethod
+    def pre_norm(cls, mixer_norm: BlockSpec, mixer: BlockSpec, ffn_norm: BlockSpec, ffn: BlockSpec) -> "LayerKind":
+        """The commonest wiring: each of mixer and ffn reads a norm of the stream and is added to it."""
+        return cls(
+            parts=[
+                PartSpec(name="mixer_norm", block=mixer_norm, reads="x"),
+                PartSpec(name="mixer", block=mixer, reads="mixer_norm"),
+                PartSpec(name="ffn_norm", block=ffn_norm, reads="x + mixer"),
+                PartSpec(name="ffn", block=ffn, reads="ffn_norm"),
+            ],
+            gives="x + mixer + ffn",
+        )
+
+    @property
+    def blocks(self) -> dict[str, BlockSpec]:
+        """Part name -> block."""
+        return {part.name: part.block for part in self.parts}
+
+    def build(self) -> nn.DecoderLayer:
+        """The layer itself, parameters uninitialised."""
+        parts = {part.name: part.block.build() for part in self.parts}
+        return nn.DecoderLayer(parts, {part.name: part.reads for part in self.parts}, self.gives)
 
 
 class LayerRun(Record):
@@ -163,7 +152,12 @@ class ModelSpec(Record):
     vocabulary: int
     hidden: int
     tied: bool
-    rotary: BlockSpec | None
+    rotaries: list[BlockSpec] = Field(default_factory=list)
+    embed_scale: float = 1.0
+    embed_norm: BlockSpec | None = None
+    head_bias: bool = False
+    logit_scale: float = 1.0
+    logit_softcap: float | None = None
     layer_kinds: list[LayerKind]
     layers: list[LayerRun]
     norm: BlockSpec
@@ -181,9 +175,26 @@ class ModelSpec(Record):
 
     def build(self) -> nn.CausalLM:
         """The model that the generated model.py builds, straight from this data."""
-        layers = [
-            nn.DecoderLayer(kind.mixer_norm.build(), kind.mixer.build(), kind.ffn_norm.build(), kind.ffn.build())
-            for kind in self.kinds_in_order()
-        ]
-        rotary = nn.Rotary(**self.rotary.arguments) if self.rotary is not None else None
-        return nn.CausalLM(self.vocabulary, self.hidden, layers, self.norm.build(), rotary, self.tied)
+        return nn.CausalLM(
+            vocabulary=self.vocabulary,
+            hidden=self.hidden,
+            layers=[kind.build() for kind in self.kinds_in_order()],
+            norm=self.norm.build(),
+            rotaries=[rotary.build() for rotary in self.rotaries],
+            tied=self.tied,
+            embed_scale=self.embed_scale,
+            embed_norm=self.embed_norm.build() if self.embed_norm is not None else None,
+            head_bias=self.head_bias,
+            logit_scale=self.logit_scale,
+            logit_softcap=self.logit_softcap,
+        )
+
+    def blocks(self) -> list[BlockSpec]:
+        """Every distinct block, layers first."""
+        found: list[BlockSpec] = []
+        layers = [block for kind in self.layer_kinds for block in kind.blocks.values()]
+        outside = [self.norm, *([self.embed_norm] if self.embed_norm is not None else []), *self.rotaries]
+        for block in (*layers, *outside):
+            if block not in found:
+                found.append(block)
+        return found

@@ -67,7 +67,7 @@ def specify(checkpoint: Path) -> ModelSpec:
         renormalise=config.get("norm_topk_prob", True),
     )
     dense = _block("GatedFeedForward", hidden=hidden, width=config["intermediate_size"], act="silu")
-    kinds = [LayerKind(mixer_norm=norm, mixer=attention, ffn_norm=norm, ffn=ffn) for ffn in (experts, dense)]
+    kinds = [LayerKind.pre_norm(norm, attention, norm, ffn) for ffn in (experts, dense)]
     kind_of_layer = [int(layer in config.get("mlp_only_layers", [])) for layer in range(layers)]
     runs, first = [], 0
     for kind, run in itertools.groupby(kind_of_layer):
@@ -86,7 +86,7 @@ def specify(checkpoint: Path) -> ModelSpec:
         vocabulary=config["vocab_size"],
         hidden=hidden,
         tied=config["tie_word_embeddings"],
-        rotary=_block("Rotary", dim=config["head_dim"], theta=config["rope_parameters"]["rope_theta"]),
+        rotaries=[_block("Rotary", dim=config["head_dim"], theta=config["rope_parameters"]["rope_theta"])],
         layer_kinds=kinds,
         layers=runs,
         norm=norm,

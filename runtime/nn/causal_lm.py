@@ -3,19 +3,19 @@
 from collections.abc import Sequence
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
-from dayzero.runtime.loss import summed_cross_entropy
+from dayzero.runtime.loss import Head, summed_cross_entropy
 
 from .context import Context, lengths_of, positions_of
-from .rotary import Rotary
 
 
 class CausalLM(nn.Module):
     """Token ids to logits, or straight to the summed loss.
 
-    tied: the head reuses the embedding matrix; otherwise it has its own, [V, H].
+    rotaries: the tables that layers choose from, in order. tied: the head reuses the embedding matrix; otherwise it has
+    its own, [V, H]. embed_scale multiplies the embeddings, embed_norm follows them. The logits are logit_softcap *
+    tanh(logit_scale * (W x + b) / logit_softcap); logit_softcap None: just scaled.
     """
 
     def __init__(
@@ -24,20 +24,30 @@ class CausalLM(nn.Module):
         hidden: int,
         layers: Sequence[nn.Module],
         norm: nn.Module,
-        rotary: Rotary | None = None,
+        rotaries: Sequence[nn.Module] = (),
         tied: bool = False,
+        embed_scale: float = 1.0,
+        embed_norm: nn.Module | None = None,
+        head_bias: bool = False,
+        logit_scale: float = 1.0,
+        logit_softcap: float | None = None,
     ):
         super().__init__()
         self.embed = nn.Embedding(vocabulary, hidden)
         self.layers = nn.ModuleList(layers)
         self.norm = norm
-        self.rotary = rotary
+        self.rotaries = nn.ModuleList(rotaries)
+        self.embed_scale, self.embed_norm = embed_scale, embed_norm
+        self.logit_scale, self.logit_softcap = logit_scale, logit_softcap
         self.head = None if tied else nn.Linear(hidden, vocabulary, bias=False)
+        self.head_bias = nn.Parameter(torch.empty(vocabulary)) if head_bias else None
 
     def reset_parameters(self, std: float) -> None:
         nn.init.normal_(self.embed.weight, std=std)
         if self.head is not None:
             nn.init.normal_(self.head.weight, std=std)
+        if self.head_bias is not None:
+            nn.init.zeros_(self.head_bias)
 
     def forward(
         self, ids: Tensor, cu_seqlens: Tensor, labels: Tensor | None = None, loss_chunk: int | None = None
@@ -51,15 +61,18 @@ class CausalLM(nn.Module):
         lengths = lengths_of(cu_seqlens, ids.shape[0])
         position = positions_of(lengths, ids.device)
         x = self.embed(ids)
-        tables = (self.rotary(position, x.dtype),) if self.rotary is not None else ()
+        if self.embed_scale != 1.0:
+            x = x * self.embed_scale
+        if self.embed_norm is not None:
+            x = self.embed_norm(x)
+        tables = tuple(rotary(position, x.dtype) for rotary in self.rotaries)
         context = Context(cu_seqlens, lengths, position, tables, ids)
         for layer in self.layers:
             x = layer(x, context)
         x = self.norm(x)
         weight = self.embed.weight if self.head is None else self.head.weight
-        if labels is None:
-            return F.linear(x, weight)
-        return summed_cross_entropy(x, weight, labels, loss_chunk)
+        head = Head(weight, self.head_bias, self.logit_scale, self.logit_softcap)
+        return head.logits(x) if labels is None else summed_cross_entropy(x, head, labels, loss_chunk)
 
 
 def initialise(model: nn.Module, std: float, seed: int) -> None:

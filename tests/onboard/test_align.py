@@ -125,9 +125,10 @@ def with_rule(specification, parameter, change):
 def with_block(specification, role, **arguments):
     kinds = []
     for kind in specification.shrunk.layer_kinds:
-        block = getattr(kind, role)
+        block = kind.blocks[role]
         block = block.model_copy(update={"arguments": {**block.arguments, **arguments}})
-        kinds.append(kind.model_copy(update={role: block}))
+        parts = [p.model_copy(update={"block": block}) if p.name == role else p for p in kind.parts]
+        kinds.append(kind.model_copy(update={"parts": parts}))
     return specification.model_copy(update={"shrunk": specification.shrunk.model_copy(update={"layer_kinds": kinds})})
 
 

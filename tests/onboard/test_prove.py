@@ -58,25 +58,22 @@ def test_a_model_that_nobody_knows_is_proven_from_what_it_computes():
     model = strange.build()
     redraw(model, torch.Generator().manual_seed(0))
     proven, attempts = proof(model)
-    parts = proven.parts
-    assert (parts.embed, parts.layers, parts.norm, parts.head, parts.rotary) == (
-        "glyphs", "tower", "calm", "mouth", "spin",
-    )  # fmt: skip
-    assert dataclasses.astuple(parts.layer_parts[1]) == ("zig", "see", "zag", "do")
+    assert proven.rotaries[0].path == "spin"
+    assert [part.unit.path for part in proven.layers[1].parts] == ["zig", "see", "zag", "do"]
     logits, spec = our_logits(model, proven)
     with torch.no_grad():
         assert relative_error(logits, run(model, ids_for(131))) <= 1e-12
     (kind,) = spec.layer_kinds
-    assert spec.rotary.arguments == {"dim": 14, "theta": 20000.0, "style": "half"}
-    assert kind.mixer_norm.arguments == {"width": 48, "eps": 3e-6, "offset": 0.0}
+    assert spec.rotaries[0].arguments == {"dim": 14, "theta": 20000.0, "style": "half"}
+    assert kind.blocks["mixer_norm"].arguments == {"width": 48, "eps": 3e-6, "offset": 0.0}
     wanted = {"heads": 6, "kv_heads": 3, "head_dim": 14, "rotary": "half", "qk_norm": "none", "window": None}
-    assert kind.mixer.arguments.items() >= wanted.items()
-    assert kind.mixer.arguments["scale"] == pytest.approx(14**-0.5, rel=1e-15)
-    assert kind.ffn.arguments == {
+    assert kind.blocks["mixer"].arguments.items() >= wanted.items()
+    assert kind.blocks["mixer"].arguments["scale"] == pytest.approx(14**-0.5, rel=1e-15)
+    assert kind.blocks["ffn"].arguments == {
         "hidden": 48, "experts": 10, "top_k": 3, "width": 34, "act": "silu", "score": "sigmoid",
         "renormalise": True, "renormalise_eps": 1e-9, "scale": 1.75,
     }  # fmt: skip
-    mixer = proven.layers[0]["mixer"].candidate.parameters
+    mixer = proven.layers[0].attempts["mixer"].candidate.parameters
     assert {ours: mixer[f"{ours}.weight"].name[:2] for ours in ("query", "key", "value", "output")} == {
         "query": "bb", "key": "cc", "value": "aa", "output": "dd",
     }  # fmt: skip
@@ -98,7 +95,7 @@ def test_swapped_projections_are_told_apart_by_value():
     keys, values = attention.k_proj.forward, attention.v_proj.forward
     attention.k_proj.forward, attention.v_proj.forward = values, keys
     proven, _ = proof(model)
-    parameters = proven.layers[0]["mixer"].candidate.parameters
+    parameters = proven.layers[0].attempts["mixer"].candidate.parameters
     assert parameters["key.weight"].name == "v_proj.weight"
     assert parameters["value.weight"].name == "k_proj.weight"
 
@@ -249,8 +246,8 @@ def proven_mixtral():
 def claim(proven_mixtral, role, parameters=None, **arguments):
     """The proven candidate with some claims changed, tried again in full."""
     model, proven = proven_mixtral
-    path = f"{proven.parts.layers}.0.{getattr(proven.parts.layer_parts[0], role)}"
-    candidate = proven.layers[0][role].candidate
+    path = next(f"{proven.parts.layers}.0.{p.unit.path}" for p in proven.layers[0].parts if p.unit.name == role)
+    candidate = proven.layers[0].attempts[role].candidate
     changed = {**candidate.arguments, **{name: literal(value, "a test") for name, value in arguments.items()}}
     candidate = dataclasses.replace(
         candidate, arguments=changed, parameters={**candidate.parameters, **(parameters or {})}

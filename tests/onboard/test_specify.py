@@ -36,9 +36,9 @@ FFN = {"hidden": 40, "experts": 6, "top_k": 2, "width": 32, "act": "silu", "scor
 )  # fmt: skip
 def test_the_blocks_of_the_real_model(name, mixer, ffn):
     kind = spec_of(name).layer_kinds[0]
-    assert kind.mixer.arguments.items() >= mixer.items()
-    assert kind.ffn.arguments.items() >= ffn.items()
-    for block in (kind.mixer_norm, kind.mixer, kind.ffn_norm, kind.ffn):
+    assert kind.blocks["mixer"].arguments.items() >= mixer.items()
+    assert kind.blocks["ffn"].arguments.items() >= ffn.items()
+    for block in kind.blocks.values():
         assert block.proof.status == "proven"
         assert block.proof.error <= 1e-9
         assert len(block.proof.evidence) == len(block.arguments)
@@ -46,7 +46,7 @@ def test_the_blocks_of_the_real_model(name, mixer, ffn):
 
 def test_kinds_of_layers_in_order():
     spec = spec_of("qwen3_moe")
-    assert [kind.ffn.block for kind in spec.kinds_in_order()] == [
+    assert [kind.blocks["ffn"].block for kind in spec.kinds_in_order()] == [
         "MixtureOfExperts", "GatedFeedForward", "MixtureOfExperts",
     ]  # fmt: skip
     assert len(spec.layer_kinds) == 2
@@ -54,7 +54,7 @@ def test_kinds_of_layers_in_order():
 
 @pytest.mark.slow
 def test_windows_belong_to_their_own_layers():
-    windows = [kind.mixer.arguments["window"] for kind in spec_of("qwen3, two kinds of layer").kinds_in_order()]
+    windows = [kind.blocks["mixer"].arguments["window"] for kind in spec_of("qwen3, two kinds of layer").kinds_in_order()]
     assert windows == [None, 5, None]
 
 
@@ -72,9 +72,9 @@ def test_sizes_of_the_real_model_not_of_the_small_one():
     assert shapes["layers.0.mixer.key.weight"] == (8 * 128, 4096)
     assert shapes["head.weight"] == (150_000, 4096)
     (kind,) = spec.layer_kinds
-    assert kind.ffn.arguments["top_k"] == 8
-    assert kind.mixer.arguments["scale"] == pytest.approx(128**-0.5, rel=1e-15)
-    assert kind.mixer_norm.arguments["eps"] == 1e-6
+    assert kind.blocks["ffn"].arguments["top_k"] == 8
+    assert kind.blocks["mixer"].arguments["scale"] == pytest.approx(128**-0.5, rel=1e-15)
+    assert kind.blocks["mixer_norm"].arguments["eps"] == 1e-6
     experts = next(rule for rule in spec.rules if rule.parameter.endswith("experts.gate_up"))
     assert (experts.source.count, experts.ranges) == (128, {"layer": (0, 40)})
 

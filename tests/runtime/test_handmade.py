@@ -49,7 +49,7 @@ def test_equals_transformers(family, tmp_path):
     ids = torch.randint(0, package.spec.vocabulary, (2, 9), generator=torch.Generator().manual_seed(0))
     labels = ids.roll(-1, 1)
     labels[:, -1] = -100
-    rotary, spec = reference.model.rotary_emb, package.spec.rotary.arguments
+    rotary, spec = reference.model.rotary_emb, package.spec.rotaries[0].arguments
     rotary.inv_freq = spec["theta"] ** -(torch.arange(0, spec["dim"], 2, dtype=torch.float64) / spec["dim"])
     with Promoted():
         want = reference(ids).logits.flatten(0, 1)

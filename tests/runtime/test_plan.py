@@ -50,8 +50,8 @@ def large():
         vocabulary=129280,
         hidden=hidden,
         tied=False,
-        rotary=block("Rotary", dim=128, theta=1e4),
-        layer_kinds=[LayerKind(mixer_norm=norm, mixer=attention, ffn_norm=norm, ffn=ffn) for ffn in (dense, routed)],
+        rotaries=[block("Rotary", dim=128, theta=1e4)],
+        layer_kinds=[LayerKind.pre_norm(norm, attention, norm, ffn) for ffn in (dense, routed)],
         layers=[LayerRun(first=0, count=3, kind=0), LayerRun(first=3, count=58, kind=1)],
         norm=norm,
         rules=[],
@@ -93,7 +93,7 @@ def test_kept_activations_are_about_what_autograd_keeps(family, mode, tmp_path):
     tokens = 64
     cu_seqlens = torch.tensor([0, tokens])
     position = positions_of(lengths_of(cu_seqlens, tokens), cu_seqlens.device)
-    tables = model.rotary(position, torch.float32)
+    tables = model.rotaries[0](position, torch.float32)
     own = {p.untyped_storage().data_ptr() for p in model.parameters()} | {
         t.untyped_storage().data_ptr() for t in tables
     }

@@ -1,0 +1,119 @@
+"""The calls of a reference's modules as they were: arguments, outputs, and each module again as a pure function."""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from dayzero.onboard.reference import Promote
+
+
+class Undiscovered(Exception):
+    """The reference has a shape that no rule here explains. The message says which part and what was seen."""
+
+
+@dataclass
+class Call:
+    """One call of a module: its arguments and its output, as they were. later: its further calls in the same pass."""
+
+    path: str
+    module: nn.Module
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    output: Any
+    later: list["Call"] = field(default_factory=list, repr=False)
+
+    @property
+    def has_stream(self) -> bool:
+        """Whether floating-point tensors go in and come out."""
+        return bool(floats((self.args, self.kwargs)) and floats(self.output))
+
+    @property
+    def hidden(self) -> Tensor:
+        """The first floating-point tensor among the arguments."""
+        return floats((self.args, self.kwargs))[0]
+
+    @property
+    def result(self) -> Tensor:
+        """The first floating-point tensor of the output."""
+        return floats(self.output)[0]
+
+    def replay(self, hidden: Tensor) -> Tensor:
+        """The module as a pure function of its hidden input; every other argument as captured."""
+        replaced = False
+
+        def swap(value: Any) -> Any:
+            nonlocal replaced
+            if not replaced and isinstance(value, Tensor) and value.is_floating_point():
+                replaced = True
+                return hidden
+            return value
+
+        args = tuple(swap(value) for value in self.args)
+        kwargs = {name: swap(value) for name, value in self.kwargs.items()}
+        with Promote():
+            return floats(self.module(*args, **kwargs))[0]
+
+    def replay_exactly(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The module called again with other arguments, float32 islands promoted."""
+        with Promote():
+            return self.module(*args, **kwargs)
+
+
+def floats(value: Any) -> list[Tensor]:
+    """Every floating-point tensor inside nested tuples, lists and dicts, in order."""
+    if isinstance(value, Tensor):
+        return [value] if value.is_floating_point() else []
+    if isinstance(value, dict):
+        value = list(value.values())
+    if isinstance(value, (tuple, list)):
+        return [tensor for item in value for tensor in floats(item)]
+    return []
+
+
+def tensors(value: Any) -> list[Tensor]:
+    """Every tensor inside nested tuples, lists and dicts."""
+    if isinstance(value, Tensor):
+        return [value]
+    if isinstance(value, dict):
+        value = list(value.values())
+    if isinstance(value, (tuple, list)):
+        return [tensor for item in value for tensor in tensors(item)]
+    return []
+
+
+def record_calls(model: nn.Module, ids: Tensor) -> tuple[dict[str, Call], Tensor]:
+    """Runs the model once; the first call of every module by path, in order of completion, and the logits.
+
+    Raises Undiscovered for a model that cannot run.
+    """
+    calls: dict[str, Call] = {}
+    handles = []
+    for path, module in model.named_modules():
+
+        def hook(module, args, kwargs, output, path=path):
+            call = Call(path, module, args, kwargs, output)
+            if path in calls:
+                calls[path].later.append(call)
+            else:
+                calls[path] = call
+
+        handles.append(module.register_forward_hook(hook, with_kwargs=True))
+    try:
+        with torch.no_grad(), Promote():
+            logits = model(input_ids=ids, use_cache=False).logits
+    except (RuntimeError, TypeError, ValueError, AttributeError, IndexError, KeyError) as error:
+        found = " ".join(str(error).split())[:200]
+        raise Undiscovered(f"the reference does not run at small sizes ({type(error).__name__}: {found})") from None
+    finally:
+        for handle in handles:
+            handle.remove()
+    return calls, logits
+
+
+def same(a: Tensor, b: Tensor) -> bool:
+    """Equal values, whatever the leading dimensions."""
+    if a is b:
+        return True
+    return a.numel() == b.numel() and a.shape[-1:] == b.shape[-1:] and torch.equal(a.reshape(b.shape), b)
