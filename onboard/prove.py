@@ -14,7 +14,6 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from dayzero.onboard.candidates import Candidate, Site, propose
-from dayzero.onboard.handed import context_of
 from dayzero.onboard.reference import redraw, state_of
 from dayzero.onboard.trace import trace
 
@@ -68,7 +67,7 @@ def relative_error(ours: Tensor, reference: Tensor, floor: float = 0.0) -> float
 def block_function(site: Site, block: nn.Module, *, exact: bool = True) -> Callable[[Tensor], Tensor]:
     """The block as a function of the reference's hidden input: [B, S, H] in, [B, S, H] out."""
     shape = site.call.hidden.shape
-    context = context_of(site.call)
+    context = site.context
 
     def call(hidden: Tensor) -> Tensor:
         flat = hidden.reshape(-1, shape[-1])
@@ -130,7 +129,8 @@ def attempt(candidate: Candidate, site: Site, generator: torch.Generator, *, tho
             for name, tensor in state_of(site.module).items():
                 tensor.copy_(saved[name])
     _load(block, candidate, site)
-    ours = trace(lambda: block_function(site, block, exact=False)(site.call.hidden))
+    function = block_function(site, block, exact=False)
+    ours = trace(lambda: function(site.call.hidden))
     unexplained = [f"reference only: {line}" for line in site.operations.difference(ours)]
     unexplained += [f"block only: {line}" for line in ours.difference(site.operations)]
     return Attempt(candidate, worst, where, "; ".join(unexplained))

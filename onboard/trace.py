@@ -31,6 +31,7 @@ _SPELLINGS: dict[str, tuple[str, ...]] = {
     "_scaled_dot_product_attention_math": ("matmul", "mul", "softmax"),
     "_scaled_dot_product_fused_attention_overrideable": ("matmul", "mul", "softmax"),
     "square": ("pow",),
+    "neg": ("mul",),  # a rotation negates half of the channels, subtracts them, or is one complex product
     "sub": ("add",),
     "rsub": ("add",),
     "div": ("div",),
@@ -40,10 +41,10 @@ _SPELLINGS: dict[str, tuple[str, ...]] = {
     "sigmoid": ("sigmoid",),
 }
 _ARITHMETIC = {
-    "add", "mul", "div", "pow", "sqrt", "rsqrt", "exp", "log", "neg", "abs", "tanh", "silu", "gelu", "relu", "sigmoid",
-    "softplus", "clamp", "sin", "cos", "topk", "sort", "cumsum", "logsumexp", "erf", "max", "min", "maximum", "minimum",
-    "log_softmax", "amax", "var", "var_mean", "native_layer_norm", "sign", "floor", "round", "convolution", "exp2",
-    "gt", "ge", "lt", "le", "eq", "ne",
+    "add", "mul", "div", "pow", "sqrt", "rsqrt", "exp", "log", "log1p", "abs", "tanh", "silu", "gelu", "relu",
+    "sigmoid", "softplus", "clamp", "sin", "cos", "topk", "sort", "cumsum", "logsumexp", "erf", "max", "min", "maximum",
+    "minimum", "log_softmax", "amax", "var", "var_mean", "native_layer_norm", "sign", "floor", "round", "convolution",
+    "exp2", "gt", "ge", "lt", "le", "eq", "ne",
 }  # fmt: skip
 # Linear bookkeeping that either side may do any number of times: copies of heads, masks, weighted sums.
 _FREE = {"add", "mul", "matmul"}

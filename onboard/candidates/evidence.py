@@ -8,7 +8,9 @@ from typing import Any
 from torch import Tensor, nn
 
 from dayzero.onboard.discover import Call
+from dayzero.onboard.handed import context_of
 from dayzero.onboard.trace import Operations, trace
+from dayzero.runtime.nn import Context
 from dayzero.runtime.safetensors_reader import TensorsReader
 from dayzero.runtime.spec import BlockSpec
 from dayzero.runtime.weights import Source, whole
@@ -101,6 +103,11 @@ class Site:
     @property
     def module(self) -> nn.Module:
         return self.call.module
+
+    @cached_property
+    def context(self) -> Context:
+        """What our blocks are given beside the hidden input."""
+        return context_of(self.call, self.inner)
 
     @cached_property
     def operations(self) -> Operations:

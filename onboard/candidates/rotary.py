@@ -1,6 +1,12 @@
-"""Candidates for the rotary tables, which belong to the model: every layer is handed the same ones."""
+"""Candidates for the rotary tables, which belong to the model: layers are handed them.
 
-from collections.abc import Iterator
+`propose_rotaries` finds every table that any module of the reference makes or is handed, and the formula of each. Which
+of a model's tables a layer rotates by is settled by `handed_tables`: the same tensors, in the order of
+`Context.tables` of that layer alone.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -8,68 +14,314 @@ from torch import Tensor, nn
 
 from dayzero.onboard.candidates.evidence import Candidate, Evidence, literal
 from dayzero.onboard.discover import Call, tensors
+from dayzero.onboard.handed import Table, tables_in
 from dayzero.runtime.nn import Rotary
 
 TOLERANCE = 1e-12
+_OFFSETS = (0, 1009, 20011)  # added to the positions: what a scaling does far away shows only there
+_DEPTH = 3  # of settings inside settings
+
+
+@dataclass(eq=False)
+class ProposedRotary:
+    """A formula and the captured tables that it gives.
+
+    candidate: resolve it with the module at `path` ("" for none: then the evidence reads the config only).
+    tables: every equal one; compare with `handed_tables` of a layer by `Table.is_made_of` or `Table.equals`.
+    """
+
+    candidate: Candidate
+    path: str
+    tables: list[Table]
+
+    def gives(self, table: Table) -> bool:
+        return any(table.equals(own) for own in self.tables)
+
+
+@dataclass
+class _Seen:
+    """One table with the call that made it, and what this call gives on moved positions (None: cannot be asked)."""
+
+    table: Table
+    call: Call | None
+    position: Tensor  # [T]
+    moved: list[tuple[Tensor, Table]]
+
+
+def propose_rotaries(calls: Mapping[str, Call], config: Any) -> tuple[list[ProposedRotary], list[str]]:
+    """A formula for every distinct table of one forward pass, and the paths of modules whose table none here gives.
+
+    Tables that no module makes, but some module is handed, are explained on the positions of the pass alone.
+    """
+    found: list[ProposedRotary] = []
+    open_paths: list[str] = []
+    for seen in _made(calls):
+        if (known := next((item for item in found if item.gives(seen.table)), None)) is not None:
+            known.tables.append(seen.table)
+            continue
+        candidate = _formula(seen, config)
+        path = seen.call.path if seen.call is not None else ""
+        if candidate is None:
+            open_paths.append(path)
+        else:
+            found.append(ProposedRotary(candidate, path, [seen.table]))
+    for path, call in calls.items():
+        for seen in _handed_only(call):
+            if any(item.gives(seen.table) for item in found):
+                continue
+            candidate = _formula(seen, config)
+            if candidate is not None:
+                found.append(ProposedRotary(candidate, "", [seen.table]))
+            elif not any(path.startswith(other + ".") for other in calls if other in open_paths):
+                open_paths.append(path)
+    return found, list(dict.fromkeys(open_paths))
 
 
 def propose_rotary(call: Call, config: Any) -> Candidate | None:
-    """The formula that gives exactly the tables of `call`, on the positions it was given and on far ones; else None."""
-    cos = call.output[0]
-    position = _positions(call, cos)
-    if position is None:
-        return None
-    for theta in _thetas(config):
-        for style in ("half", "interleaved"):
-            candidate = Candidate(
-                "Rotary",
-                {"dim": _table_width(), "theta": theta, "style": literal(style, "enumerated")},
-                {},
-            )
-            if _agrees(candidate, call, position, config):
-                return candidate
+    """The formula that gives exactly the table of `call`, on the positions it was given and on far ones; else None."""
+    return next((_formula(seen, config) for seen in _made({call.path: call})), None)
+
+
+def _made(calls: Mapping[str, Call]) -> Iterator[_Seen]:
+    """The tables that modules make from positions, each with the innermost call that made it."""
+    known: list[Table] = []
+    for first in calls.values():
+        for call in (first, *first.later):
+            position = _positions(call)
+            if position is None or not isinstance(call.output, (tuple, list, dict, Tensor)):
+                continue
+            batch, length = position.shape
+            for index, table in enumerate(tables_in(call.output, batch, length)):
+                if any(table.is_made_of(other.given) for other in known):
+                    continue
+                known.append(table)
+                yield _Seen(table, call, position.flatten(), list(_moved(call, position, index)))
+
+
+def _moved(call: Call, position: Tensor, index: int) -> Iterator[tuple[Tensor, Table]]:
+    """What the call gives for positions far away, and at last again for its own: some tables remember a length."""
+    for offset in (*_OFFSETS, 0):
+        replaced = {id(value): value + offset for value in tensors((call.args, call.kwargs)) if _is_position(value)}
+        args = tuple(replaced.get(id(value), value) for value in call.args)
+        kwargs = {name: replaced.get(id(value), value) for name, value in call.kwargs.items()}
+        with torch.no_grad():
+            output = call.replay_exactly(args, kwargs)
+        made = list(tables_in(output, *position.shape))
+        if len(made) <= index:  # at such a position two columns may agree that do not agree elsewhere
+            return
+        yield position.flatten() + offset, made[index]
+
+
+def _handed_only(call: Call) -> Iterator[_Seen]:
+    """Tables among the arguments of a call on hidden [B, S, H]."""
+    if not call.has_stream or call.hidden.ndim != 3:
+        return
+    batch, length = call.hidden.shape[:2]
+    for value in [*call.args, *call.kwargs.values()]:
+        for table in tables_in(value, batch, length):
+            yield _Seen(table, None, torch.arange(length).repeat(batch), [])
+
+
+def _positions(call: Call) -> Tensor | None:
+    """[B or 1, S]: the whole numbers that a call was given; of several kinds of position that are all equal, one."""
+    for value in tensors((call.args, call.kwargs)):
+        if _is_position(value):
+            if value.ndim == 3:
+                return value[0] if torch.equal(value, value[:1].expand_as(value)) else None
+            return value if value.ndim == 2 else value[None]
     return None
 
 
-def _table_width() -> Evidence:
-    def resolve(module: nn.Module, config: Any) -> int:
-        return 2 * next(buffer for buffer in module.buffers() if buffer.ndim == 1).shape[0]
-
-    return Evidence("twice the number of frequencies", resolve)
+def _is_position(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.dtype in {torch.int64, torch.int32} and 1 <= value.ndim <= 3
 
 
-def _positions(call: Call, table: Tensor) -> Tensor | None:
-    found = [t for t in tensors((call.args, call.kwargs)) if not t.is_floating_point() and t.shape == table.shape[:-1]]
-    return found[0] if found else None
+def _formula(seen: _Seen, config: Any) -> Candidate | None:
+    module = seen.call.module if seen.call is not None else nn.Module()
+    radius = float((seen.table.cos[0].square() + seen.table.sin[0].square())[0].sqrt())
+    for theta in _numbers(config):
+        for arguments in _scalings(theta, seen, config):
+            for dim in _dims(theta, seen, module, config):
+                for factor in _attention_factors(module, radius, theta):
+                    whole = {"dim": dim, "theta": _number(theta, float), **arguments, **factor}
+                    candidate = Candidate("Rotary", whole, {})
+                    if _agrees(candidate, seen, module, config):
+                        return candidate
+    return None
 
 
-def _thetas(config: Any) -> Iterator[Evidence]:
-    """Numbers above 1 that the config holds: those of its rotary settings first."""
-    for name, value in sorted((getattr(config, "rope_parameters", None) or {}).items()):
-        if _is_base(value):
-            yield Evidence(
-                f"config rope_parameters.{name}", lambda module, config, name=name: float(config.rope_parameters[name])
-            )
-    for name, value in sorted(config.to_dict().items()):
-        if _is_base(value):
-            yield Evidence(f"config {name}", lambda module, config, name=name: float(getattr(config, name)))
+def _agrees(candidate: Candidate, seen: _Seen, module: nn.Module, config: Any) -> bool:
+    try:
+        block = candidate.spec(module, config).build()
+    except (ValueError, TypeError, KeyError, AttributeError, ZeroDivisionError):
+        return False
+    assert isinstance(block, Rotary)
+    for position, theirs in seen.moved or [(seen.position, seen.table)]:
+        ours = block(position, torch.float64)
+        for mine, table in zip(ours, (theirs.cos, theirs.sin), strict=True):
+            if mine.shape != table.shape or not (mine - table).abs().max() <= TOLERANCE * max(1, position.max()):
+                return False
+    return True
+
+
+# --- where a number of the settings is held -------------------------------------------------------------------------
+
+Path = tuple[str, ...]
+
+
+def _numbers(config: Any) -> list[Path]:
+    """Where the config holds numbers above 1 that may be the base, those beside others of a rotary kind first."""
+    found = [path for path, value in _walk(config, ()) if _is_base(value)]
+    return sorted(found, key=lambda path: ("theta" not in path[-1] and "base" not in path[-1], -len(path), path))
+
+
+def _walk(held: Any, path: Path) -> Iterator[tuple[Path, Any]]:
+    fields = _fields(held)
+    if fields is None or len(path) >= _DEPTH:
+        yield path, held
+        return
+    for name in sorted(fields):
+        if not name.startswith("_"):
+            yield from _walk(fields[name], (*path, name))
+
+
+def _fields(held: Any) -> Mapping[str, Any] | None:
+    if isinstance(held, Mapping):
+        return {str(name): value for name, value in held.items()}
+    return vars(held) if hasattr(held, "to_dict") else None
+
+
+def _at(config: Any, path: Path) -> Any:
+    for name in path:
+        config = (_fields(config) or {})[name]
+    return config
+
+
+def _number(path: Path, kind: type) -> Evidence:
+    return Evidence(f"config {'.'.join(path)}", lambda module, config: kind(_at(config, path)))
 
 
 def _is_base(value: Any) -> bool:
     return isinstance(value, (int, float)) and not isinstance(value, bool) and 1 < value < float("inf")
 
 
-def _agrees(candidate: Candidate, call: Call, position: Tensor, config: Any) -> bool:
-    block = candidate.spec(call.module, config).build()
-    assert isinstance(block, Rotary)
-    for offset in (0, 1009, 20011):
-        moved = position + offset
-        args = tuple(moved if value is position else value for value in call.args)
-        kwargs = {name: moved if value is position else value for name, value in call.kwargs.items()}
-        with torch.no_grad():
-            reference = call.replay_exactly(args, kwargs)
-        ours = block(moved.flatten(), torch.float64)
-        for theirs, mine in zip(reference, ours, strict=True):
-            if theirs.flatten(0, -2).shape != mine.shape or not (theirs.flatten(0, -2) - mine).abs().max() <= TOLERANCE:
-                return False
-    return True
+def _setting(theta: Path, name: str, kind: type, default: Any = None) -> Evidence:
+    """The setting `name` beside the base; `default` where it is absent or None."""
+    where = theta[:-1]
+
+    def resolve(module: nn.Module, config: Any) -> Any:
+        fields = _fields(_at(config, where)) or {}
+        value = fields.get(name)
+        value = default if value is None else value
+        return None if value is None else kind(value)
+
+    shown = "" if default is None else f", {default} if absent"
+    return Evidence(f"config {'.'.join((*where, name))}{shown}", resolve)
+
+
+# --- the arguments of the formula -----------------------------------------------------------------------------------
+
+
+def _scalings(theta: Path, seen: _Seen, config: Any) -> list[dict[str, Evidence]]:
+    """The ways to stretch that the settings beside the base have all numbers for; none at first."""
+    beside = _fields(_at(config, theta[:-1])) or {}
+    original = _setting(
+        theta, "original_max_position_embeddings", int, getattr(config, "max_position_embeddings", None)
+    )
+    factor = _setting(theta, "factor", float, 1.0)
+    found: list[dict[str, Evidence]] = [{}]
+    if beside.get("factor") is None and "original_max_position_embeddings" in beside:
+        factor = Evidence(
+            f"config max_position_embeddings / {original.label.removeprefix('config ')}",
+            lambda module, config: float(config.max_position_embeddings / original.resolve(module, config)),
+        )
+    if beside.get("factor") is not None:
+        found.append({"scaling": literal("linear", "the settings' factor"), "factor": factor})
+        found.append(
+            {"scaling": literal("dynamic", "the settings' factor"), "factor": factor, "original_length": original}
+        )
+    if "low_freq_factor" in beside:
+        found.append(
+            {"scaling": literal("llama3", "the settings' names"), "factor": factor, "original_length": original}
+            | {name: _setting(theta, name, float) for name in ("low_freq_factor", "high_freq_factor")}
+        )
+    if "partial_rotary_factor" in beside:
+        share = _setting(theta, "partial_rotary_factor", float)
+        found.append(
+            {"scaling": literal("proportional", "frequencies of 0"), "factor": factor, "rotated": _share(seen, share)}
+        )
+    if beside.get("factor") is not None or "original_max_position_embeddings" in beside:
+        found.append(
+            {"scaling": literal("yarn", "the settings' names"), "factor": factor, "original_length": original}
+            | {"beta_fast": _setting(theta, "beta_fast", float, 32.0)}
+            | {"beta_slow": _setting(theta, "beta_slow", float, 1.0)}
+            | {"truncate": _setting(theta, "truncate", bool, True)}
+        )
+    if "short_factor" in beside:
+        found.append(
+            {"scaling": literal("longrope", "the settings' names"), "original_length": original}
+            | {f"{kind}_factors": _setting(theta, f"{kind}_factor", list) for kind in ("short", "long")}
+        )
+    return found
+
+
+def _share(seen: _Seen, share: Evidence) -> Evidence:
+    pairs = seen.table.cos.shape[-1]
+    return Evidence(
+        f"{share.label} of the frequencies",
+        lambda module, config: int(share.resolve(module, config) * 2 * _pairs(module, pairs) // 2),
+    )
+
+
+def _pairs(module: nn.Module, usual: int) -> int:
+    """The frequencies of a module that has one buffer of them, else as many as were seen."""
+    sizes = {buffer.shape[0] for buffer in module.buffers() if buffer.ndim == 1}
+    return sizes.pop() if len(sizes) == 1 else usual
+
+
+def _dims(theta: Path, seen: _Seen, module: nn.Module, config: Any) -> Iterator[Evidence]:
+    """Twice the frequencies, as a buffer of them shows; or the size of which they are a share, which may be odd."""
+    pairs = seen.table.cos.shape[-1]
+    buffers = [name for name, buffer in module.named_buffers() if buffer.ndim == 1 and buffer.shape[0] == pairs]
+    kind = theta[-2] if len(theta) > 1 else ""
+    for name in sorted(buffers, key=lambda name: not name.startswith(kind)):
+        yield Evidence(
+            f"twice the size of {name}", lambda module, config, name=name: 2 * module.get_buffer(name).shape[0]
+        )
+        break
+    sizes = [path for path, value in _walk(config, ()) if type(value) is int and value > 1 and len(path) == 1]
+    sizes.sort(key=lambda path: "head_dim" not in path[-1])
+    shares = [path for path, value in _walk(config, ()) if isinstance(value, float) and 0 < value < 1]
+    shares.sort(key=lambda path: (path[:-1] != theta[:-1], "rotary" not in path[-1]))
+    for size in sizes:
+        if _at(config, size) in {2 * pairs, 2 * pairs - 1}:
+            yield _number(size, int)
+        for share in shares:
+            if int(_at(config, size) * _at(config, share)) in {2 * pairs, 2 * pairs - 1}:
+                yield Evidence(
+                    f"config {'.'.join(size)} times {'.'.join(share)}",
+                    lambda module, config, size=size, share=share: int(_at(config, size) * _at(config, share)),
+                )
+    yield literal(2 * pairs, "twice the frequencies of the table")
+
+
+def _attention_factors(module: nn.Module, radius: float, theta: Path) -> Sequence[dict[str, Evidence]]:
+    """Attributes of the module that hold the length of (cos, sin); nothing where that is 1 and no attribute is."""
+    kind = theta[-2] if len(theta) > 1 else ""
+    held = [
+        name
+        for name, value in vars(module).items()
+        if isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value - radius) <= 1e-12
+    ]
+    held.sort(key=lambda name: (not name.startswith(kind), "scal" not in name, name))
+    found = [
+        {
+            "attention_factor": Evidence(
+                f"attribute {name}", lambda module, config, name=name: float(getattr(module, name))
+            )
+        }
+        for name in held[:1]
+    ]
+    if found:
+        return found
+    return [{} if abs(radius - 1.0) <= 1e-12 else {"attention_factor": literal(radius, "length of (cos, sin)")}]

@@ -11,7 +11,7 @@ from torch import Tensor
 class Context:
     """cu_seqlens: [documents + 1] int64, 0 first and T last. lengths: the same as Python integers.
     position: [T] int64, each token's place in its own document.
-    tables: (cos, sin), each [T, rotary dim], one pair for each rotary embedding of the model.
+    tables: (cos, sin), each [T, pairs] with every frequency once, one for each rotary embedding of the model.
     ids: [T] int64, the token ids. shared: what an earlier layer leaves for later ones, by the name that both know.
     """
 
