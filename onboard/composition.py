@@ -24,6 +24,7 @@ from dayzero.onboard.shrink import layer_signatures, part_signature
 from dayzero.runtime.nn import BLOCKS
 from dayzero.runtime.nn.wiring import text_of
 from dayzero.runtime.spec import BlockSpec, CheckpointId, LayerKind, LayerRun, ModelSpec, PartSpec, Proof
+from dayzero.runtime.weights import Stored
 
 # What may stand for a unit, by the role that its call shows.
 _PROPOSE_AS = {"norm": ("norm", "ffn"), "mixer": ("mixer",), "ffn": ("ffn", "norm")}
@@ -55,6 +56,11 @@ class ProvenPart:
     attempt: Attempt
     factors: dict[str, Evidence]
     tables: list[int]
+
+    @property
+    def path(self) -> str:
+        """Relative to the layer, the module that the block stands for: the layer itself where that owns a scale."""
+        return "" if self.unit.role == "scale" else self.unit.path
 
 
 @dataclass
@@ -95,7 +101,9 @@ class Proven:
 class _Prover:
     """Proves modules of one reference, each distinct one once."""
 
-    def __init__(self, reference: nn.Module, parts: ModelParts, generator: torch.Generator, tell: Callable[[str], None]):
+    def __init__(
+        self, reference: nn.Module, parts: ModelParts, generator: torch.Generator, tell: Callable[[str], None]
+    ):
         self.calls, self.config = parts.calls, text_config(reference)
         self.generator, self.tell = generator, tell
         self.attempts: dict[str, list[Attempt]] = {}
@@ -190,9 +198,12 @@ def _prove_layer(prover: _Prover, rotaries: "_Rotaries", layer: str, signature: 
         open_units: list[str] = []
         proven: list[ProvenPart] = []
         for unit in wiring.units:
+            if unit.role == "scale":
+                proven.append(ProvenPart(unit, _scale(unit), _factors(unit.reads, prover, layer), []))
+                continue
             path = f"{layer}.{unit.path}"
             key = (unit.role, part_signature(signature, unit.path), _handed(prover.calls[path]))
-            attempt = prover.best(_PROPOSE_AS[unit.role], path, key) if unit.role != "scale" else None
+            attempt = prover.best(_PROPOSE_AS[unit.role], path, key)
             if attempt is None:
                 open_units.append(unit.path)
                 continue
@@ -209,6 +220,12 @@ def _prove_layer(prover: _Prover, rotaries: "_Rotaries", layer: str, signature: 
         if not expandable:
             raise NotProven(first)
         expanded |= expandable
+
+
+def _scale(unit: Unit) -> Attempt:
+    """A vector that the layer owns, as a block: solving the wiring has proven it."""
+    width = Evidence(f"size of {unit.path}", lambda layer, config: getattr(layer, unit.path).numel())
+    return Attempt(Candidate("ChannelScale", {"width": width}, {"weight": Stored(unit.path)}), 0.0, "wiring")
 
 
 def _factors(reads: Mapping[str, float], prover: _Prover, layer: str) -> dict[str, Evidence]:
@@ -310,8 +327,8 @@ def _layer_kind(model: nn.Module, config: Any, proven: Proven, shrunk: int, inde
 
     held = []
     for part in proven.layers[shrunk].parts:
-        module = layer.get_submodule(part.unit.path)
-        block = _block(part.attempt, module, config, f"{proven.parts.layers}.{{layer}}.{part.unit.path}")
+        where = f"{proven.parts.layers}.{{layer}}.{part.unit.path}"
+        block = _block(part.attempt, layer.get_submodule(part.path), config, where)
         if part.tables and "table" in _arguments(block.block):
             chosen = part.tables[block.arguments.get("table", 0)]
             block = block.model_copy(update={"arguments": {**block.arguments, "table": chosen}})
@@ -346,7 +363,7 @@ def load_reference(model: nn.Module, reference: nn.Module, proven: Proven) -> No
         places.append(("embed_norm", str(parts.embed_norm), proven.embed_norm))
     for index, layer in enumerate(proven.layers):
         for part in layer.parts:
-            path = f"{parts.layers}.{index}.{part.unit.path}"
+            path = f"{parts.layers}.{index}.{part.path}".rstrip(".")
             places.append((f"layers.{index}.{part.unit.name}", path, part.attempt))
     for ours, path, attempt in places:
         prefix = path + "."

@@ -4,10 +4,10 @@ The embedding is the module that is fed the token ids; layers are the list whose
 what the logits are made of. What is inside a layer is solved by `layer_wiring`.
 """
 
+import itertools
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -88,9 +88,9 @@ def _before_layers(
     if scale := solve(first, {"rows": rows}):
         return scale["rows"], None
     for path, call in calls.items():
-        if call.has_stream and not path.startswith(layers + ".") and same(call.result, first):
-            if (scale := solve(call.hidden, {"rows": rows})) and not isinstance(call.module, nn.Embedding):
-                return scale["rows"], path
+        outside = call.has_stream and not path.startswith(layers + ".") and not isinstance(call.module, nn.Embedding)
+        if outside and same(call.result, first) and (scale := solve(call.hidden, {"rows": rows})):
+            return scale["rows"], path
     raise Undiscovered(f"the first layer is not fed the rows of {embed}, nor a multiple or a norm of them")
 
 
@@ -161,7 +161,7 @@ def _layer_list(model: nn.Module, calls: Mapping[str, Call]) -> str:
         members = [calls.get(f"{path}.{index}") for index in range(len(module))]
         if not all(member is not None and member.has_stream for member in members):
             continue
-        pairs = zip(members, members[1:], strict=False)
+        pairs = itertools.pairwise(members)
         if all(_passes_on(one, two) for one, two in pairs if one is not None and two is not None):
             chains[path] = len(module)
     if not chains:
@@ -173,5 +173,3 @@ def _layer_list(model: nn.Module, calls: Mapping[str, Call]) -> str:
 
 def _passes_on(one: Call, two: Call) -> bool:
     return any(same(tensor, one.result) for tensor in floats((two.args, two.kwargs)))
-
-

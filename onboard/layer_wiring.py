@@ -4,13 +4,14 @@ Nothing is known about the layer beforehand. Its units are the children through 
 block explains can be expanded into its own children.
 """
 
+import contextlib
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
-from dayzero.onboard.calls import Call, Undiscovered, same
+from dayzero.onboard.calls import Call, Undiscovered, same, tensors
 
 _EXACT = 1e-9  # relative; a sum that misses by more is none
 
@@ -35,24 +36,51 @@ class LayerParts:
 
 
 def layer_parts(calls: Mapping[str, Call], layer: str, expanded: Collection[str] = ()) -> LayerParts:
-    """The wiring of the layer at the path `layer`. expanded: children to look into. Raises Undiscovered."""
-    children = _units(calls, layer, expanded)
-    values = {"x": calls[layer].hidden}
+    """The wiring of the layer at the path `layer`. expanded: children to look into, because no block explains them.
+
+    Where the children as they stand are not wired by sums, each of them with children of its own is looked into in
+    turn. Raises Undiscovered.
+    """
+    try:
+        return _wiring(calls, layer, expanded)
+    except Undiscovered as error:
+        for path, call in _units(calls, layer, expanded).items():
+            if any(True for _ in call.module.children()):
+                with contextlib.suppress(Undiscovered):
+                    return _wiring(calls, layer, {*expanded, path})
+        raise error from None
+
+
+def _wiring(calls: Mapping[str, Call], layer: str, expanded: Collection[str]) -> LayerParts:
+    values, sums = {"x": calls[layer].hidden}, [{"x": 1.0}]
     units: list[Unit] = []
-    for path, call in children.items():
-        reads, scales = _explained(call.hidden, values, calls[layer].module, f"input of {layer}.{path}")
-        units += scales
+    owner = calls[layer].module
+
+    def explain(wanted: Tensor, what: str) -> dict[str, float]:
+        """The sum that makes `wanted`; scales that it needs become units, and values for what follows."""
+        found, scales = _explained(wanted, values, sums, owner, what)
+        for unit, value in scales:
+            units.append(unit)
+            values[unit.name] = value
+        if found not in sums:
+            sums.append(found)
+        return found
+
+    for path, call in _units(calls, layer, expanded).items():
+        if hears_more(call, calls[layer]):
+            raise Undiscovered(f"{layer}.{path} is handed more of the stream than its input")
+        reads = explain(call.hidden, f"input of {layer}.{path}")
         units.append(Unit(path, path, _role(call), reads))
         values[path] = call.result
-    gives, scales = _explained(calls[layer].result, values, calls[layer].module, f"output of {layer}")
-    needed = _needed(units + scales, gives)
+    gives = explain(calls[layer].result, f"output of {layer}")
+    needed = _needed(units, gives)
     if not needed:
         raise Undiscovered(f"{layer}: nothing of what it computes is made by its children")
     return _named(LayerParts(needed, gives))
 
 
 def _units(calls: Mapping[str, Call], layer: str, expanded: Collection[str]) -> dict[str, Call]:
-    """Children through which the stream flows, by path relative to the layer. Those that change nothing are left out."""
+    """Children through which the stream flows, by path relative to the layer, but for those that change nothing."""
     size = calls[layer].result.numel()
     units = {}
     for path, call in calls.items():
@@ -65,6 +93,33 @@ def _units(calls: Mapping[str, Call], layer: str, expanded: Collection[str]) -> 
         if call.result.numel() == size and not (call.hidden.numel() == size and same(call.hidden, call.result)):
             units[relative] = call
     return units
+
+
+def hears_more(call: Call, layer: Call) -> bool:
+    """Whether an argument of the call beside its hidden input depends on the layer's input: then the module is no
+    function of its hidden input, however well it is reproduced with that argument held fixed."""
+    known = tensors((layer.args, layer.kwargs))
+    others = [t for t in tensors((call.args, call.kwargs)) if t is not call.hidden]
+    if all(any(other is held for held in known) for other in others):
+        return False
+    seen: list[list[Tensor]] = []
+
+    def note(module: nn.Module, args: tuple, kwargs: dict) -> None:
+        seen.append(tensors((args, kwargs)))
+
+    handle = call.module.register_forward_pre_hook(note, with_kwargs=True)
+    try:
+        with torch.no_grad():
+            layer.replay(layer.hidden)
+            moved = layer.hidden + 0.1 * torch.cos(torch.arange(layer.hidden.numel())).reshape(layer.hidden.shape)
+            layer.replay(moved)
+    finally:
+        handle.remove()
+    if len(seen) != 2 or len(seen[0]) != len(seen[1]):
+        return True
+    position = next((i for i, t in enumerate(seen[0]) if same(t, call.hidden)), -1)
+    pairs = zip(*seen, strict=True)
+    return any(not torch.equal(a, b) for i, (a, b) in enumerate(pairs) if i != position)
 
 
 def _lists(layer: nn.Module) -> set[str]:
@@ -93,24 +148,28 @@ def mixes_tokens(call: Call) -> bool:
 
 
 def _explained(
-    wanted: Tensor, values: Mapping[str, Tensor], layer: nn.Module, what: str
-) -> tuple[dict[str, float], list[Unit]]:
-    """`wanted` as a sum of values, or of values multiplied by vectors that the layer itself owns. Raises Undiscovered."""
+    wanted: Tensor, values: Mapping[str, Tensor], sums: list[dict[str, float]], layer: nn.Module, what: str
+) -> tuple[dict[str, float], list[tuple[Unit, Tensor]]]:
+    """`wanted` as a sum of values; also of values and earlier sums multiplied by vectors that the layer itself owns,
+    which become units of their own. Raises Undiscovered."""
     if found := solve(wanted, values):
         return found, []
     scaled: dict[str, tuple[Unit, Tensor]] = {}
-    owned = [(n, t) for n, t in (*layer.named_parameters(recurse=False), *layer.named_buffers(recurse=False))]
-    for name, vector in owned:
+    bases = [{name: 1.0} for name in values] + [terms for terms in sums if len(terms) > 1]
+    for name, vector in (*layer.named_parameters(recurse=False), *layer.named_buffers(recurse=False)):
         if not vector.is_floating_point() or vector.numel() not in {1, wanted.shape[-1]}:
             continue
-        for source, value in values.items():
-            if value.numel() == wanted.numel():
-                unit = Unit(f"{name}@{source}", name, "scale", {source: 1.0})
-                scaled[unit.name] = unit, value.reshape(wanted.shape) * vector.detach()
-    found = solve(wanted, {**values, **{name: value for name, (_, value) in scaled.items()}}) if scaled else {}
-    if not found:
-        raise Undiscovered(f"{what} is no sum of earlier values ({', '.join(values)})")
-    return found, [scaled[name][0] for name in found if name in scaled]
+        for terms in bases:
+            if all(values[term].numel() == wanted.numel() for term in terms):
+                unit = Unit(f"{name}@{'+'.join(terms)}", name, "scale", terms)
+                base = sum(values[term].reshape(wanted.shape) * factor for term, factor in terms.items())
+                scaled[unit.name] = unit, base * vector.detach()
+    # One scale at a time first, of the longest sum: scales of a sum and of its terms are not independent.
+    alone = sorted(scaled, key=lambda name: -len(scaled[name][0].reads))
+    for names in (*([name] for name in alone), alone):
+        if found := solve(wanted, {**values, **{name: scaled[name][1] for name in names}}):
+            return found, [scaled[name] for name in found if name in scaled]
+    raise Undiscovered(f"{what} is no sum of earlier values ({', '.join(values)})")
 
 
 def solve(wanted: Tensor, values: Mapping[str, Tensor]) -> dict[str, float]:
@@ -125,7 +184,7 @@ def solve(wanted: Tensor, values: Mapping[str, Tensor]) -> dict[str, float]:
                 return {name: 1.0}
             if not any(same(value.reshape(wanted.shape), values[other].reshape(wanted.shape)) for other in names):
                 names.append(name)
-    if not names:
+    if not names or not bool(wanted.isfinite().all()):
         return {}
     basis = torch.stack([values[name].reshape(-1) for name in names], 1)
     target = wanted.reshape(-1, 1)
@@ -175,10 +234,10 @@ def _named(parts: LayerParts) -> LayerParts:
             add(unit.name, unit.role)
     for unit in parts.units:
         if unit.role == "norm":
-            read_by = [u.name for u in parts.units if unit.name in u.reads]
+            readers = [u for u in parts.units if unit.name in u.reads]
             source = next(iter(unit.reads)) if len(unit.reads) == 1 else "x"
-            if len(read_by) == 1 and role_of[read_by[0]] in {"mixer", "ffn"}:
-                add(unit.name, f"{names[read_by[0]]}_norm")
+            if len(readers) == 1 and len(readers[0].reads) == 1 and readers[0].role in {"mixer", "ffn"}:
+                add(unit.name, f"{names[readers[0].name]}_norm")
             elif role_of.get(source) in {"mixer", "ffn"}:
                 add(unit.name, f"{names[source]}_post_norm")
             else:

@@ -27,11 +27,11 @@ def explain_factor(factor: float, module: nn.Module, config: Any) -> Evidence:
     for form, function in _FORMS.items():
         for label, read in _numbers(module, config):
             value = read(module, config)
-            if isinstance(value, (int, float)) and not isinstance(value, bool) and value > 0:
-                if abs(function(value) - factor) <= 1e-10 * abs(factor):
-                    return Evidence(
-                        form.format(label), lambda m, c, read=read, function=function: float(function(read(m, c)))
-                    )
+            positive = isinstance(value, (int, float)) and not isinstance(value, bool) and value > 0
+            if positive and abs(function(value) - factor) <= 1e-10 * abs(factor):
+                return Evidence(
+                    form.format(label), lambda m, c, read=read, function=function: float(function(read(m, c)))
+                )
     return literal(factor, "solved; no field of the config gives it")
 
 

@@ -5,44 +5,95 @@ D head size, E experts, K experts per token, F feed-forward width, V vocabulary.
 """
 
 from .attention import GroupedQueryAttention
+from .carried_router import CarriedRouter
 from .causal_lm import CausalLM
+from .channel_scale import ChannelScale
 from .context import Context
 from .decoder_layer import DecoderLayer
 from .experts import Experts
-from .feed_forward import GatedFeedForward
+from .feed_forward import FeedForward, GatedFeedForward
+from .gated_activation import ClampedGLU, OaiSwiGLU, SoftcappedGLU
 from .gated_delta_net import GatedDeltaNet
+from .hash_router import HashRouter
+from .indexer import LightningIndexer
+from .joint_router import JointRouter
+from .latent_attention import LatentAttention
+from .layer_norm import LayerNorm
 from .moe import MixtureOfExperts
-from .norm import RMSNorm
+from .norm import GatedRMSNorm, RMSNorm, ScaledFirstRMSNorm, SelfGatedRMSNorm
+from .product_key_router import ProductKeyRouter
 from .rotary import Rotary
-from .router import Router
+from .router import Router, Routing
+from .selection import GroupLimit, Normalise
+from .sparse_mixer_router import SparseMixerRouter
+from .top_one_router import TopOneRouter
 
 BLOCKS = {
     block.__name__: block
     for block in (
+        CarriedRouter,
         CausalLM,
+        ChannelScale,
+        ClampedGLU,
         DecoderLayer,
         Experts,
+        FeedForward,
         GatedDeltaNet,
         GatedFeedForward,
+        GatedRMSNorm,
+        GroupLimit,
         GroupedQueryAttention,
+        HashRouter,
+        JointRouter,
+        LatentAttention,
+        LayerNorm,
+        LightningIndexer,
         MixtureOfExperts,
+        Normalise,
+        OaiSwiGLU,
+        ProductKeyRouter,
         RMSNorm,
         Rotary,
         Router,
+        ScaledFirstRMSNorm,
+        SelfGatedRMSNorm,
+        SoftcappedGLU,
+        SparseMixerRouter,
+        TopOneRouter,
     )
 }
 
 __all__ = [
     "BLOCKS",
+    "CarriedRouter",
     "CausalLM",
+    "ChannelScale",
+    "ClampedGLU",
     "Context",
     "DecoderLayer",
     "Experts",
+    "FeedForward",
     "GatedDeltaNet",
     "GatedFeedForward",
+    "GatedRMSNorm",
+    "GroupLimit",
     "GroupedQueryAttention",
+    "HashRouter",
+    "JointRouter",
+    "LatentAttention",
+    "LayerNorm",
+    "LightningIndexer",
     "MixtureOfExperts",
+    "Normalise",
+    "OaiSwiGLU",
+    "ProductKeyRouter",
     "RMSNorm",
     "Rotary",
     "Router",
+    "Routing",
+    "ScaledFirstRMSNorm",
+    "SelfGatedRMSNorm",
+    "SoftcappedGLU",
+    "SparseMixerRouter",
+    "TopOneRouter",
 ]

@@ -1,0 +1,18 @@
+"""A learned factor for every channel of the stream, as on residual branches (Touvron et al. 2021, arXiv:2103.17239)."""
+
+import torch
+from torch import Tensor, nn
+
+
+class ChannelScale(nn.Module):
+    """y = x * weight.  x: [T, H] -> [T, H]; width is H, or 1 for one factor for all channels."""
+
+    def __init__(self, width: int):
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(width))
+
+    def reset_parameters(self, std: float) -> None:
+        nn.init.ones_(self.weight)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.weight
