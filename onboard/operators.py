@@ -33,7 +33,7 @@ def call(size: dict, x: Tensor, weight: Tensor) -> Tensor:
 ''',
     ),
     "swiglu": (
-        "width of every gated activation",
+        "width and limit of every gated activation",
         '''
 
 def inputs(size: dict, tokens: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
@@ -43,7 +43,7 @@ def inputs(size: dict, tokens: int, generator: torch.Generator) -> tuple[Tensor,
 
 
 def call(size: dict, gate: Tensor, up: Tensor) -> Tensor:
-    return swiglu(gate, up)
+    return swiglu(gate, up, size["limit"])
 ''',
     ),
     "grouped_gemm": (
@@ -76,7 +76,8 @@ def operator_calls(spec: ModelSpec) -> list[OperatorCalls]:
             held.append(size)
 
     for block in spec.blocks():
-        _add_calls(block, add)
+        for inner in block.walk():
+            _add_calls(inner, add)
     found = []
     for name in sorted(sizes):
         note, body = _BODIES[name]
@@ -87,21 +88,33 @@ def operator_calls(spec: ModelSpec) -> list[OperatorCalls]:
 def _add_calls(block: BlockSpec, add: Any) -> None:
     held = block.arguments
     match block.block:
-        case "RMSNorm":
+        case "RMSNorm" if held.get("scaled", True) and held.get("groups", 1) == 1:
             add("rms_norm", width=held["width"], eps=held["eps"], offset=held.get("offset", 0.0))
         case "GroupedQueryAttention" if held.get("qk_norm", "none") != "none":
             whole = held["qk_norm"] == "whole"
             for heads in (held["heads"], held["kv_heads"]):
                 width = held["head_dim"] * (heads if whole else 1)
                 add("rms_norm", width=width, eps=held["qk_norm_eps"], offset=held["qk_norm_offset"])
-        case "GatedFeedForward" if held["act"] == "silu":
-            add("swiglu", width=held["width"])
-        case "MixtureOfExperts":
-            if held["act"] == "silu":
-                add("swiglu", width=held["width"])
+        case "GatedFeedForward":
+            _add_swiglu(held, add)
+        case "Experts":
             experts, hidden, width = held["experts"], held["hidden"], held["width"]
-            add("grouped_gemm", experts=experts, rows=2 * width, columns=hidden)
+            is_gated = held.get("is_gated", True)
+            if is_gated:
+                _add_swiglu(held, add)
+            add("grouped_gemm", experts=experts, rows=(1 + is_gated) * width, columns=hidden)
             add("grouped_gemm", experts=experts, rows=hidden, columns=width)
+
+
+def _add_swiglu(held: dict[str, Any], add: Any) -> None:
+    """The gates that the operator computes: silu, clamped before it or not at all."""
+    act = held["act"]
+    if act == "silu":
+        add("swiglu", width=held["width"], limit=None)
+    elif isinstance(act, BlockSpec) and act.block == "ClampedGLU":
+        operator_does = act.arguments["act"] == "silu" and not act.arguments.get("after", False)
+        if operator_does:
+            add("swiglu", width=held["width"], limit=act.arguments["limit"])
 
 
 def backend_names(name: str) -> list[str]:

@@ -8,7 +8,7 @@ head. Routed copies are taken to be spread evenly, times UNEVEN on the ranks of 
 from torch import nn
 
 from dayzero.runtime.lora import LoRALinear
-from dayzero.runtime.nn import Experts, GatedFeedForward, GroupedQueryAttention, MixtureOfExperts, RMSNorm
+from dayzero.runtime.nn import Experts, FeedForward, GatedFeedForward, GroupedQueryAttention, MixtureOfExperts, RMSNorm
 
 UNEVEN = 1.5  # what a busy expert-parallel rank receives, as a multiple of its share
 
@@ -27,7 +27,7 @@ def routed_bytes(moe: MixtureOfExperts | None, compute: int, tokens: int, ep: in
     """c T K H for the token copies; with an exchange also as received and as sorted, UNEVEN times."""
     if moe is None:
         return 0
-    copies = compute * tokens * moe.router.top_k * moe.router.weight.shape[1]
+    copies = compute * tokens * moe.router.top_k * moe.experts.hidden
     return copies if ep == 1 else copies + int(2 * UNEVEN * copies)
 
 
@@ -42,6 +42,9 @@ def _norm_or_block(block: nn.Module, compute: int, tokens: int, ep: int) -> int:
             width = block.gate.out_features
             ranks = sum(map(_rank, (block.gate, block.up, block.down)))
             return compute * tokens * (inputs + 2 * width + _input(block.down) + ranks)
+        case FeedForward():
+            ranks = sum(map(_rank, (block.up, block.down)))
+            return compute * tokens * (_input(block.up) + block.up.out_features + _input(block.down) + ranks)
         case MixtureOfExperts():
             return _moe(block, compute, tokens, ep)
     return compute * tokens * _any(block)
@@ -58,14 +61,19 @@ def _attention(block: GroupedQueryAttention) -> int:
 
 def _moe(block: MixtureOfExperts, compute: int, tokens: int, ep: int) -> int:
     """A token: the router's float32 scores and input (where trained), index and weight of each copy. A copy: its place
-    in two orders, gate and up, the result that combine weights, and the experts' inputs where they are trained."""
+    in two orders, gate and up, the result that combine weights, and the experts' inputs where they are trained.
+    Shared experts and latent projections come on top."""
     router, experts = block.router, block.experts
-    hidden, width = router.weight.shape[1], experts.width
+    hidden, width = experts.hidden, experts.width
     trained = any(parameter.requires_grad for parameter in experts.parameters())
-    a_token = 4 * router.experts + (4 * hidden if router.weight.requires_grad else 0) + router.top_k * (8 + 8 + 2 * 8)
-    inside = compute * (2 * width + (hidden + width if trained else 0))
+    stream = block.into.in_features if block.into is not None else hidden
+    routing = 4 * stream if any(parameter.requires_grad for parameter in router.parameters()) else 0
+    a_token = 4 * router.experts + routing + router.top_k * (8 + 8 + 2 * 8)
+    inside = compute * ((1 + experts.is_gated) * width + (hidden + width if trained else 0))
     a_copy = inside * (UNEVEN if ep > 1 else 1.0) + compute * hidden
-    return int(tokens * (a_token + router.top_k * a_copy))
+    around = sum(_input(linear) + _rank(linear) for linear in (block.into, block.out_of) if linear is not None)
+    shared = 0 if block.shared is None else _norm_or_block(block.shared, compute, tokens, ep)
+    return int(tokens * (a_token + router.top_k * a_copy + compute * around)) + shared
 
 
 def _any(block: nn.Module) -> int:

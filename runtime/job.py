@@ -73,7 +73,7 @@ def prepare(
         raise InputError("--data", found="left out", expected="a file of training examples")
     model = meta_model(made, config)
     layout = _layout(made, config, world)
-    layout.check_experts([m.router.experts for m in model.modules() if isinstance(m, MixtureOfExperts)])
+    layout.check_experts([m.experts.experts for m in model.modules() if isinstance(m, MixtureOfExperts)])
     if made.checkpoint is None:
         raise InputError(
             str(made.folder / "checkpoint"),

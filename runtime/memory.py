@@ -273,7 +273,7 @@ def communication(model: Model, mesh: Mesh, tokens: int, recompute: bool, per_no
     for i in model.order:
         moe = model.kinds[i].moe
         if moe is not None:
-            size = model.compute * tokens * moe.router.top_k * model.hidden
+            size = model.compute * tokens * moe.router.top_k * moe.experts.hidden
             _add(exchange, (6 if recompute else 4) * size, mesh.ep, 1, per_node)
     return {"all_gather": gather, "reduce_scatter": scatter, "all_reduce": reduce, "all_to_all": exchange}
 

@@ -198,7 +198,7 @@ def read_plan(file: Path) -> Plan:
 
 def _candidates(model: Model, devices: int, tokens: int, per_node: int, known: bool) -> Iterator[Candidate]:
     """known: whether the device's memory is. Otherwise the choices that need least of it are made beforehand."""
-    counts = {kind.moe.router.experts for kind in model.kinds if kind.moe is not None}
+    counts = {kind.moe.experts.experts for kind in model.kinds if kind.moe is not None}
     choices = list(itertools.product((False, True), LOSS_CHUNKS)) if known else [(True, SMALL_CHUNK)]
     for ep in divisors(devices):
         if ep > 1 and (not counts or any(count % ep for count in counts)):

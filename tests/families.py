@@ -6,6 +6,7 @@ from collections import Counter
 from pathlib import Path
 
 import handmade
+from routed import routed
 
 from dayzero.runtime.headers import headers_sha256, read_headers
 from dayzero.runtime.safetensors_reader import SafetensorsReader
@@ -34,8 +35,7 @@ def specify(checkpoint: Path) -> ModelSpec:
     )
     if sparse:
         experts, top_k = config["num_experts"], config["num_experts_per_tok"]
-        shape = {"experts": experts, "top_k": top_k, "width": config["intermediate_size"]}
-        ffn = _block("MixtureOfExperts", hidden=hidden, act="silu", renormalise=config["norm_topk_prob"], **shape)
+        ffn = routed(hidden, experts, top_k, config["intermediate_size"], config["norm_topk_prob"])
     else:
         ffn = _block("GatedFeedForward", hidden=hidden, width=config["intermediate_size"], act="silu")
     return ModelSpec(

@@ -9,6 +9,8 @@ import json
 from collections import Counter
 from pathlib import Path
 
+from routed import routed
+
 from dayzero.runtime.headers import headers_sha256, read_headers
 from dayzero.runtime.spec import BlockSpec, CheckpointId, LayerKind, LayerRun, ModelSpec, RuleSpec, SourceSpec
 
@@ -57,14 +59,12 @@ def specify(checkpoint: Path) -> ModelSpec:
         scale=config["head_dim"] ** -0.5,
         **({"qk_norm": "head", "qk_norm_eps": eps} if qwen else {}),
     )
-    experts = _block(
-        "MixtureOfExperts",
-        hidden=hidden,
-        experts=config["num_local_experts"],
-        top_k=config["num_experts_per_tok"],
-        width=config["moe_intermediate_size" if qwen else "intermediate_size"],
-        act="silu",
-        renormalise=config.get("norm_topk_prob", True),
+    experts = routed(
+        hidden,
+        config["num_local_experts"],
+        config["num_experts_per_tok"],
+        config["moe_intermediate_size" if qwen else "intermediate_size"],
+        config.get("norm_topk_prob", True),
     )
     dense = _block("GatedFeedForward", hidden=hidden, width=config["intermediate_size"], act="silu")
     kinds = [LayerKind.pre_norm(norm, attention, norm, ffn) for ffn in (experts, dense)]

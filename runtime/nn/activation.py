@@ -7,8 +7,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from dayzero.kernels.swiglu import swiglu
-
 Activation = Literal["silu", "gelu", "gelu_tanh", "relu", "relu2"]
 
 
@@ -26,8 +24,3 @@ def activation(name: Activation) -> Callable[[Tensor], Tensor]:
         case "relu2":
             return lambda x: torch.square(F.relu(x))
     raise ValueError(f"activation {name!r} is not one of {', '.join(get_args(Activation))}")
-
-
-def gated(name: Activation, gate: Tensor, up: Tensor) -> Tensor:
-    """act(gate) * up, through the fused operator where there is one. gate, up: [..., F]."""
-    return swiglu(gate, up) if name == "silu" else activation(name)(gate) * up

@@ -1,47 +1,132 @@
-"""A routed mixture of experts: route, permute, (exchange,) compute, combine."""
+"""A routed mixture of experts: route, permute, (exchange,) compute, combine; and what stands around the experts."""
 
+from typing import ClassVar, Literal
+
+import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
-from .activation import Activation
+from .context import Context
 from .expert_parallel import exchange_experts
 from .experts import Experts
+from .feed_forward import FeedForward, GatedFeedForward
+from .layer_norm import LayerNorm
+from .linear import reset_linear
+from .norm import RMSNorm, ScaledFirstRMSNorm
 from .permutation import combine, expert_order, permute
-from .router import Router, Score
+from .router import Routing
+
+Norm = RMSNorm | ScaledFirstRMSNorm | LayerNorm
 
 
 class MixtureOfExperts(nn.Module):
-    """x: [T, H] -> [T, H], the weighted sum over each token's top_k experts.
+    """x: [T, H] -> [T, H], the weighted sum over each token's top_k experts, and the shared feed-forward layer.
 
+        z = latent_norm(into x)           where latent is given: the experts are that wide; else z = x
+        r = sum_k w_k expert_norm(E_k z)  or E_k(w_k z) where weigh is "input"
+        y = out_of(routed_norm(r)) + bias + s
+        s = shared(x), times sigmoid(gate x) where shared_gate, weighed by the router where it weighs shared experts
+        result = output_norm(y)           y / 2 where `average`: the mean of what is routed and what is shared
+
+    spare: what the classes of the router beyond the experts give: nothing ("zero"), or their input ("identity").
     `expert_group` is set by parallelisation: the ranks that share the experts, None when each rank has them all.
     `expert_counts` [E] int64 holds the token copies per expert of the last forward pass on this rank.
     """
 
+    lora_targets = ("into", "out_of")
+    parallel_roles: ClassVar = {"into": "replicate", "out_of": "replicate", "gate": "replicate"}
+
     def __init__(
         self,
-        hidden: int,
-        experts: int,
-        top_k: int,
-        width: int,
-        act: Activation,
-        score: Score = "softmax",
-        renormalise: bool = False,
-        renormalise_eps: float = 0.0,
-        scale: float = 1.0,
+        router: Routing,
+        experts: Experts,
+        shared: GatedFeedForward | FeedForward | None = None,
+        shared_gate: bool = False,
+        average: bool = False,
+        weigh: Literal["output", "input"] = "output",
+        spare: Literal["zero", "identity"] = "zero",
+        hidden: int | None = None,
+        latent_bias: bool = False,
+        latent_norm: Norm | None = None,
+        expert_norm: Norm | None = None,
+        routed_norm: Norm | None = None,
+        output_norm: Norm | None = None,
+        bias: bool = False,
     ):
+        """hidden: the width of the stream where it is not that of the experts: they are reached by projections."""
         super().__init__()
-        self.router = Router(hidden, experts, top_k, score, renormalise, renormalise_eps, scale)
-        self.experts = Experts(experts, hidden, width, act)
+        if router.experts < experts.experts:
+            raise ValueError(f"a router over {router.experts} classes cannot reach {experts.experts} experts")
+        self.router, self.experts, self.shared = router, experts, shared
+        self.average, self.weigh, self.spare = average, weigh, spare
+        self.latent_norm, self.expert_norm = latent_norm, expert_norm
+        self.routed_norm, self.output_norm = routed_norm, output_norm
+        stream, width = hidden or experts.hidden, experts.hidden
+        self.into = nn.Linear(stream, width, bias=latent_bias) if hidden is not None else None
+        self.out_of = nn.Linear(width, stream, bias=latent_bias) if hidden is not None else None
+        self.gate = nn.Linear(stream, 1, bias=False) if shared_gate else None
+        self.bias = nn.Parameter(torch.empty(stream)) if bias else None
         self.expert_group: ProcessGroup | None = None
         self.expert_counts: Tensor | None = None
 
-    def forward(self, x: Tensor) -> Tensor:
-        weights, index = self.router(x)
+    @property
+    def uses_context(self) -> bool:
+        """Whether the router reads more than the hidden input."""
+        return getattr(self.router, "uses_context", False)
+
+    def reset_parameters(self, std: float) -> None:
+        for linear in (self.into, self.out_of, self.gate):
+            if linear is not None:
+                reset_linear(linear, std)
+        if self.bias is not None:
+            nn.init.zeros_(self.bias)
+
+    def forward(self, x: Tensor, context: Context | None = None) -> Tensor:
+        weights, index = self.router(x, context)
+        z = x if self.into is None else self.into(x)
+        if self.latent_norm is not None:
+            z = self.latent_norm(z)
+        y = self._routed(z, weights[:, : self.router.top_k], index)
+        if self.routed_norm is not None:
+            y = self.routed_norm(y)
+        if self.out_of is not None:
+            y = self.out_of(y)
+        if self.bias is not None:
+            y = y + self.bias
+        if self.shared is not None:
+            y = y + self._shared(x, weights[:, self.router.top_k :])
+        if self.average:
+            y = y / 2
+        return y if self.output_norm is None else self.output_norm(y)
+
+    def _shared(self, x: Tensor, weights: Tensor) -> Tensor:
+        assert self.shared is not None
+        y = self.shared(x, weights) if weights.shape[1] else self.shared(x)
+        return y if self.gate is None else torch.sigmoid(self.gate(x)) * y
+
+    def _routed(self, x: Tensor, weights: Tensor, index: Tensor) -> Tensor:
+        """[T, width of the experts]: every copy through its expert, back in token order, weighed and summed."""
         order, inverse, counts = expert_order(index, self.router.experts)
+        counts = counts[: self.experts.experts]
         self.expert_counts = counts
         copies = permute(x, order, inverse, self.router.top_k)
-        if self.expert_group is None:
-            results = self.experts(copies, counts)
-        else:
-            results = exchange_experts(self.experts, copies, counts, self.expert_group)
+        if self.weigh == "input":
+            copies = copies * weights.flatten()[order].unsqueeze(-1).to(copies.dtype)
+            weights = torch.ones_like(weights)
+        results = self._computed(copies, counts)
+        if self.expert_norm is not None:
+            results = self.expert_norm(results)
+        if self.spare == "identity":
+            beyond = (index.flatten()[order] >= self.experts.experts).unsqueeze(-1)
+            results = torch.where(beyond, copies, results)
         return combine(results, order, inverse, weights)
+
+    def _computed(self, copies: Tensor, counts: Tensor) -> Tensor:
+        """The experts' outputs; zero for copies of spare classes, which are sorted behind all others."""
+        if self.expert_group is None:
+            return self.experts(copies, counts)
+        if self.router.experts == self.experts.experts:
+            return exchange_experts(self.experts, copies, counts, self.expert_group)
+        mine = int(counts.sum())
+        sent = exchange_experts(self.experts, copies[:mine], counts, self.expert_group)
+        return torch.cat((sent, copies.new_zeros(copies.shape[0] - mine, sent.shape[1])))

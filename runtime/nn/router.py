@@ -6,14 +6,34 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-Score = Literal["softmax", "sigmoid", "softmax_selected"]
+from .context import Context
+from .norm import RMSNorm
+from .selection import GroupLimit, Normalise
+
+Score = Literal["softmax", "sigmoid", "sqrtsoftplus"]
 
 
-class Router(nn.Module):
-    """x: [T, H] -> weights [T, K] and expert index [T, K] int64, in float32 at least.
+class Routing(nn.Module):
+    """What every router is: x [T, H] -> weights [T, K] in float32 at least, and expert index [T, K] int64.
 
-    score: of the logits over all experts ("softmax", "sigmoid"), or softmax over the selected logits alone.
-    renormalise: divide the selected weights by (their sum + renormalise_eps). scale: multiplies the weights.
+    experts: how many classes it chooses from; the mixture knows what classes beyond its experts mean.
+    shared: shared experts that it weighs too; their weights are further columns of `weights`.
+    """
+
+    experts: int
+    top_k: int
+    shared: int = 0
+
+
+class Router(Routing):
+    """One matrix, a score, the best K.
+
+    logits = W norm(x) input_scale (+ logit_bias) * logit_scale, then softcap tanh(logits / softcap) where one is given.
+    scored: the score is taken of all logits before the selection ("all"), or of the selected ones after it
+    ("selected"). selection_bias: a bias that is added for the selection only and that no optimizer sees
+    (Wang et al. 2024, arXiv:2408.15664): a buffer in float32. limit: see GroupLimit.
+    The weights are the selected scores, normalised, then times scale, and times each expert's own scale where
+    expert_scale.
     """
 
     def __init__(
@@ -22,35 +42,90 @@ class Router(nn.Module):
         experts: int,
         top_k: int,
         score: Score = "softmax",
-        renormalise: bool = False,
-        renormalise_eps: float = 0.0,
+        scored: Literal["all", "selected"] = "all",
+        logit_bias: bool = False,
+        logit_scale: float = 1.0,
+        logit_softcap: float | None = None,
+        selection_bias: bool = False,
+        limit: GroupLimit | None = None,
+        normalise: Normalise | None = None,
         scale: float = 1.0,
+        expert_scale: bool = False,
+        norm: RMSNorm | None = None,
+        input_scale: float = 1.0,
     ):
         super().__init__()
-        self.experts, self.top_k, self.score = experts, top_k, score
-        self.renormalise, self.renormalise_eps, self.scale = renormalise, renormalise_eps, scale
+        self.experts, self.top_k, self.scored = experts, top_k, scored
+        self.score: Score = score
+        self.logit_scale, self.logit_softcap, self.scale, self.input_scale = (
+            logit_scale,
+            logit_softcap,
+            scale,
+            input_scale,
+        )
+        self.limit, self.normalise, self.norm = limit, normalise, norm
         self.weight = nn.Parameter(torch.empty(experts, hidden))
+        self.logit_bias = nn.Parameter(torch.empty(experts)) if logit_bias else None
+        self.expert_scale = nn.Parameter(torch.empty(experts)) if expert_scale else None
+        self.selection_bias: Tensor | None
+        self.register_buffer("selection_bias", torch.empty(experts, dtype=torch.float32) if selection_bias else None)
 
     def reset_parameters(self, std: float) -> None:
         nn.init.normal_(self.weight, std=std)
+        for zero in (self.logit_bias, self.selection_bias):
+            if zero is not None:
+                nn.init.zeros_(zero)
+        if self.expert_scale is not None:
+            nn.init.ones_(self.expert_scale)
 
-    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        compute = torch.promote_types(x.dtype, torch.float32)
-        logits = F.linear(x.to(compute), self.weight.to(compute))
-        weights, index = torch.topk(self._scores(logits), self.top_k, dim=-1)
-        if self.score == "softmax_selected":
-            weights = weights.softmax(-1)
-        if self.renormalise:
-            total = weights.sum(-1, keepdim=True)
-            weights = weights / (total + self.renormalise_eps if self.renormalise_eps else total)
+    def forward(self, x: Tensor, context: Context | None = None) -> tuple[Tensor, Tensor]:
+        logits = self.logits(x)
+        scores = scored_by(self.score, logits) if self.scored == "all" else logits
+        index = self.select(scores, context)
+        weights = scores.gather(-1, index)
+        if self.scored == "selected":
+            weights = scored_by(self.score, weights)
+        if self.normalise is not None:
+            weights = self.normalise(weights)
         if self.scale != 1.0:
             weights = weights * self.scale
+        if self.expert_scale is not None:
+            weights = weights * self.expert_scale.to(weights.dtype)[index]
         return weights, index
 
-    def _scores(self, logits: Tensor) -> Tensor:
-        match self.score:
-            case "softmax":
-                return logits.softmax(-1)
-            case "sigmoid":
-                return logits.sigmoid()
+    def logits(self, x: Tensor) -> Tensor:
+        """[T, experts], in float32 at least."""
+        x = x.to(torch.promote_types(x.dtype, torch.float32))
+        if self.norm is not None:
+            x = self.norm(x)
+        if self.input_scale != 1.0:
+            x = x * self.input_scale
+        logits = linear(x, self.weight, self.logit_bias)
+        if self.logit_scale != 1.0:
+            logits = logits * self.logit_scale
+        if self.logit_softcap is not None:
+            logits = torch.tanh(logits / self.logit_softcap) * self.logit_softcap
         return logits
+
+    def select(self, scores: Tensor, context: Context | None) -> Tensor:
+        """[T, K]: the experts of the highest scores, bias included."""
+        if self.selection_bias is not None:
+            scores = scores + self.selection_bias
+        if self.limit is not None:
+            scores = self.limit(scores)
+        return torch.topk(scores, self.top_k, dim=-1).indices
+
+
+def scored_by(score: Score, logits: Tensor) -> Tensor:
+    match score:
+        case "softmax":
+            return logits.softmax(-1)
+        case "sigmoid":
+            return logits.sigmoid()
+        case "sqrtsoftplus":
+            return F.softplus(logits).sqrt()
+
+
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """W x + b in the dtype of x."""
+    return F.linear(x, weight.to(x.dtype), None if bias is None else bias.to(x.dtype))

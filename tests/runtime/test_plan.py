@@ -11,6 +11,7 @@ import ranks_plan
 import tiny
 import torch
 from rich.console import Console
+from routed import routed
 
 from dayzero.runtime.activations import kept_bytes
 from dayzero.runtime.errors import InputError
@@ -42,7 +43,6 @@ def large():
     shape = {"hidden": hidden, "heads": 64, "kv_heads": 8, "head_dim": 128}
     attention = block("GroupedQueryAttention", **shape, scale=128**-0.5)
     dense = block("GatedFeedForward", hidden=hidden, width=18432, act="silu")
-    routed = block("MixtureOfExperts", hidden=hidden, experts=256, top_k=8, width=2048, act="silu")
     identity = {"architecture": "X", "config_sha256": "", "headers_sha256": "", "tensors": 1, "bytes": 1}
     return ModelSpec(
         name="large",
@@ -51,7 +51,7 @@ def large():
         hidden=hidden,
         tied=False,
         rotaries=[block("Rotary", dim=128, theta=1e4)],
-        layer_kinds=[LayerKind.pre_norm(norm, attention, norm, ffn) for ffn in (dense, routed)],
+        layer_kinds=[LayerKind.pre_norm(norm, attention, norm, ffn) for ffn in (dense, routed(hidden, 256, 8, 2048))],
         layers=[LayerRun(first=0, count=3, kind=0), LayerRun(first=3, count=58, kind=1)],
         norm=norm,
         rules=[],
