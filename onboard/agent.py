@@ -135,12 +135,13 @@ def climb(
     """Rungs L0 to L2."""
     rungs: dict[str, Rung] = {}
     tell("L0: every tensor in and out")
-    rungs["L0"] = coverage_rung(checkpoint, ledger, specification.spec, count)
+    rungs["L0"], hashes = coverage_rung(checkpoint, ledger, specification.spec, count)
     rungs["L1"] = _blocks_rung(specification)
     tell("L2: the generated model against the reference")
     rung = model_rung(lambda folder: load_shrunk(specification, folder), specification.shrunk_config, tell)
     rungs["L2"] = _with_real_weights(rung, checkpoint, specification, tell)
-    return Alignment(rungs=rungs, blocks={"proven": len(specification.tried), "lifted": 0, "unverified": 0})
+    blocks = {"proven": len(specification.tried), "lifted": 0, "unverified": 0}
+    return Alignment(rungs=rungs, blocks=blocks, hashes=hashes)
 
 
 def _blocks_rung(specification: Specification) -> Rung:

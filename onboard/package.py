@@ -20,6 +20,7 @@ from dayzero.runtime.errors import InputError
 from dayzero.runtime.load import check_same_checkpoint
 from dayzero.runtime.package import load_package
 from dayzero.runtime.plan import read_plan
+from dayzero.runtime.recorded_hashes import read_hashes
 from dayzero.runtime.spec import ModelSpec
 
 
@@ -81,7 +82,7 @@ def check_package(folder: Path) -> list[str]:
         return [f"{LOCK}: written by other templates than these; run onboard again"]
     try:
         recorded = {name: str(digest) for name, digest in lock["files"].items()}
-        findings, alignment = Findings.model_validate(lock["findings"]), Alignment.model_validate(lock["alignment"])
+        findings, aligned = Findings.model_validate(lock["findings"]), Alignment.model_validate(lock["alignment"])
     except (ValidationError, KeyError, AttributeError):
         return [f"{LOCK}: not what onboard writes"]
     differences = {name: line for name, digest in recorded.items() if (line := _difference(folder, name, digest))}
@@ -90,8 +91,10 @@ def check_package(folder: Path) -> list[str]:
             spec = ModelSpec.model_validate_json((folder / "spec.json").read_bytes())
             ledger = Ledger.model_validate_json((folder / "ledger.json").read_bytes())
             plan, train = read_plan(folder / "plan.yaml"), load_config(folder / "train.yaml")
+            hashes = read_hashes(folder, [rule.build() for rule in spec.rules])
         except (ValidationError, OSError) as error:
             return [f"{LOCK}: lists files that onboard does not write ({str(error).splitlines()[0]})"]
+        alignment = aligned.model_copy(update={"hashes": hashes})
         files = render_package(spec, ledger, plan, train, findings, alignment)
         differences |= {line.split(":")[0]: line for line in compare(folder, files)}
         if (folder / LINK).is_dir() and read_checkpoint(folder / LINK).identity() != spec.checkpoint:
@@ -99,7 +102,7 @@ def check_package(folder: Path) -> list[str]:
     return [differences[name] for name in sorted(differences)]
 
 
-_RENDERED_FROM = ("spec.json", "ledger.json", "plan.yaml", "train.yaml")
+_RENDERED_FROM = ("spec.json", "ledger.json", "hashes.json", "plan.yaml", "train.yaml")
 
 
 def _difference(folder: Path, name: str, recorded: str) -> str:

@@ -5,14 +5,17 @@ from functools import partial
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
+from dayzero.runtime.content_hash import content_hash, hashed_dtype, hex_of
 from dayzero.runtime.errors import InputError
 from dayzero.runtime.headers import TensorHeader, headers_sha256
 from dayzero.runtime.nn import CausalLM
 from dayzero.runtime.nn.causal_lm import initialise
+from dayzero.runtime.precision import HeaderDtypes
 from dayzero.runtime.safetensors_reader import SafetensorsReader
 from dayzero.runtime.spec import CheckpointId
 from dayzero.runtime.weights import BoundRule, Region, Rule, Shape, bind, check_coverage, whole
@@ -46,14 +49,17 @@ def load_checkpoint(
     folder: Path,
     headers: Mapping[str, TensorHeader],
     elsewhere: Collection[str] = (),
+    hashes: Mapping[str, str] | None = None,
 ) -> int:
     """Fills every parameter from the checkpoint and returns the bytes this rank read.
 
     The model has real (not meta) parameters, sharded or not, and beside them no more memory is used than for a chunk of
-    one tensor. elsewhere: parameters that do not come from the
-    checkpoint, such as adapters. Every value is compared after it is written. Raises InputError for a parameter or
-    buffer that no rule makes, a rule without a parameter, a shape that does not fit, or a value that the parameter's
-    dtype cannot hold.
+    one tensor. elsewhere: parameters that do not come from the checkpoint, such as adapters. Every value is compared
+    after it is written. hashes: parameter -> the hash of what it was when it was proven (`check_content`), None to
+    compare nothing; with a process group all its ranks call this together.
+
+    Raises InputError for a parameter or buffer that no rule makes, a rule without a parameter, a shape that does not
+    fit, a value that the parameter's dtype cannot hold, or content that is not what the hashes say.
     """
     bound = bind(rules)
     parameters = {name: p for name, p in _tensors(model).items() if name not in elsewhere}
@@ -86,7 +92,54 @@ def load_checkpoint(
             read += bound[name].fill(local, reader, shapes, region, put=partial(write_exactly, where=where))
         except ValueError as error:
             raise InputError(where, found=str(error), expected="what weights.py says") from None
+    if hashes is not None:
+        known = HeaderDtypes(headers)
+        dtypes = {name: hashed_dtype(bound[name].source.dtype(known, bound[name].index)) for name in parameters}
+        check_content(parameters, bound, dtypes, hashes, folder)
     return read
+
+
+def check_content(
+    parameters: Mapping[str, Tensor],
+    bound: Mapping[str, BoundRule],
+    dtypes: Mapping[str, torch.dtype],
+    hashes: Mapping[str, str],
+    folder: Path,
+) -> None:
+    """Compares what the ranks hold together with the recorded hashes. dtypes: that each parameter is hashed in.
+
+    Each rank hashes its own regions and the ranks add up; a region that several ranks hold counts as often, so that a
+    replica which differs shows as well. Raises InputError, the same on every rank.
+    """
+    names = sorted(parameters)
+    shares = torch.zeros(2, len(names), dtype=torch.int64)
+    for number, name in enumerate(names):
+        local, region = local_part(parameters[name])
+        share = content_hash(local, tuple(parameters[name].shape), region, dtypes[name])
+        shares[0, number] = share - 2**64 if share >= 2**63 else share
+        shares[1, number] = local.numel()
+    if dist.is_initialized():
+        shares = shares.to(next((local_part(p)[0].device for p in parameters.values()), shares.device))
+        dist.all_reduce(shares)
+    wrong = []
+    for name, total, held in zip(names, *shares.tolist(), strict=True):
+        size = parameters[name].numel()
+        copies = held // max(size, 1)
+        found = hex_of(total) if held == copies * size else f"of {held} values instead of {size}"
+        expected = hex_of(copies * int(hashes[name], 16))
+        if found != expected:
+            wrong.append((name, found, expected))
+    if wrong:
+        name, found, expected = wrong[0]
+        sources = bound[name].names()
+        made_of = ", ".join(sources[:3]) + (f" and {len(sources) - 3} more" if sources[3:] else "")
+        also = f", and {len(wrong) - 1} other parameters" if wrong[1:] else ""
+        raise InputError(
+            f"{folder}: {name}{also}",
+            found=f"content hash {found}, of {made_of}",
+            expected=f"{expected}, by what was recorded when the package was made",
+            hint="The checkpoint's bytes are not those that were proven. Restore the files, or onboard them again.",
+        )
 
 
 def load_random(model: nn.Module, fresh: CausalLM, std: float, seed: int) -> None:

@@ -12,6 +12,7 @@ from pydantic import ValidationError
 
 from dayzero.runtime.errors import InputError
 from dayzero.runtime.nn import CausalLM
+from dayzero.runtime.recorded_hashes import read_hashes
 from dayzero.runtime.spec import ModelSpec
 from dayzero.runtime.weights import Rule
 
@@ -20,7 +21,8 @@ from dayzero.runtime.weights import Rule
 class Package:
     """folder: generated/<name>. build: the model on torch's current default device, parameters uninitialised.
     rules: its weight rules. checkpoint: where the weights are, None if the local link is gone. verdict: of the
-    alignment that onboarding recorded, None if it recorded none."""
+    alignment that onboarding recorded, None if it recorded none. hashes: parameter -> content hash of the weights that
+    were proven, None where onboarding did not read them."""
 
     folder: Path
     spec: ModelSpec
@@ -28,6 +30,7 @@ class Package:
     rules: list[Rule]
     checkpoint: Path | None
     verdict: str | None = None
+    hashes: dict[str, str] | None = None
 
 
 def load_package(folder: Path, checkpoint: Path | None = None) -> Package:
@@ -53,7 +56,8 @@ def load_package(folder: Path, checkpoint: Path | None = None) -> Package:
     link = folder / "checkpoint"
     if checkpoint is None and link.is_dir():
         checkpoint = link.resolve()
-    return Package(folder, spec, model.build, weights.RULES, checkpoint, _verdict(folder))
+    hashes = read_hashes(folder, weights.RULES)
+    return Package(folder, spec, model.build, weights.RULES, checkpoint, _verdict(folder), hashes)
 
 
 def _verdict(folder: Path) -> str | None:

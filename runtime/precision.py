@@ -35,13 +35,13 @@ def stored_dtypes(rules: Sequence[Rule], headers: Mapping[str, TensorHeader]) ->
     dtypes = {}
     for name, rule in bind(rules).items():
         if all(source in headers for source in rule.names()):
-            held = rule.source.dtype(_Headers(headers), rule.index)
+            held = rule.source.dtype(HeaderDtypes(headers), rule.index)
             if held in FROZEN:
                 dtypes[name] = held
     return dtypes
 
 
-class _Headers:
+class HeaderDtypes:
     """What the headers alone can tell of a checkpoint's tensors."""
 
     def __init__(self, headers: Mapping[str, TensorHeader]):

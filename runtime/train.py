@@ -100,7 +100,7 @@ def build_model(package: Package, job: Job, device: torch.device) -> CausalLM:
             fresh = package.build()
         load_random(model, fresh, package.spec.initializer_range, config.train.seed)
     else:
-        load_checkpoint(model, package.rules, job.checkpoint, headers, elsewhere=adapters)
+        load_checkpoint(model, package.rules, job.checkpoint, headers, adapters, package.hashes)
     reset_lora(model, torch.Generator().manual_seed(config.train.seed))
     return model
 

@@ -8,15 +8,18 @@ from torch import Tensor
 from dayzero.onboard.align.ladder import THRESHOLDS, Rung, judge
 from dayzero.onboard.checkpoint import Checkpoint
 from dayzero.onboard.classify import Ledger
+from dayzero.runtime.content_hash import content_hash, hashed_dtype, hex_of
 from dayzero.runtime.safetensors_reader import SafetensorsReader, torch_dtype
 from dayzero.runtime.spec import ModelSpec
-from dayzero.runtime.weights import bind
+from dayzero.runtime.weights import bind, whole
 
 
 def coverage_rung(
     checkpoint: Checkpoint, ledger: Ledger, spec: ModelSpec, tell: Callable[[int, int], None] = lambda done, total: None
-) -> Rung:
-    """Reads each parameter from the files as training would, in float32 or its own wider dtype, writes it back under
+) -> tuple[Rung, dict[str, str]]:
+    """The rung, and the content hash of every parameter, by which training knows these weights again.
+
+    Reads each parameter from the files as training would, in float32 or its own wider dtype, writes it back under
     the source's names, shapes and dtypes, and compares the bits. tell(done, total): tensors compared so far."""
     errors: dict[str, float] = {f"{name} has no fate": float("inf") for name in ledger.unaccounted}
     shapes = {name: header.shape for name, header in checkpoint.headers.items()}
@@ -26,8 +29,11 @@ def coverage_rung(
     total = sum(len(rule.names()) for rule in bound.values())
     seen: set[str] = set()
     different = 0
-    for rule in bound.values():
+    hashes: dict[str, str] = {}
+    for parameter, rule in bound.items():
         value = rule.read(reader, shapes)
+        shape = tuple(value.shape)
+        hashes[parameter] = hex_of(content_hash(value, shape, whole(shape), hashed_dtype(value.dtype)))
         value = value.to(torch.promote_types(value.dtype, torch.float32))
         for name, region, part in rule.write(value, shapes, source=again):
             seen.add(name)
@@ -38,7 +44,7 @@ def coverage_rung(
         tell(len(seen), total)
     mapped = {name for group in ledger.groups if group.fate == "mapped" for name in [group.pattern]}
     errors[f"{len(seen)} tensors in {len(mapped)} patterns, in and out"] = float(different)
-    return judge(errors, THRESHOLDS["L0"])
+    return judge(errors, THRESHOLDS["L0"]), hashes
 
 
 def _same_bits(a: Tensor, b: Tensor) -> bool:

@@ -34,10 +34,12 @@ class Rung(Record):
 
 
 class Alignment(Record):
-    """blocks: number of distinct blocks by status."""
+    """blocks: number of distinct blocks by status. hashes: parameter -> content hash of the weights, None where no rung
+    read them."""
 
     rungs: dict[str, Rung] = Field(default_factory=dict)
     blocks: dict[str, int] = Field(default_factory=dict)
+    hashes: dict[str, str] | None = None
 
     @property
     def verdict(self) -> Verdict:

@@ -16,6 +16,7 @@ from dayzero.onboard.align import THRESHOLDS, Alignment, Rung, coverage_rung, mo
 from dayzero.onboard.align.ladder import judge, rounded_up
 from dayzero.onboard.align.model import real_weights_error
 from dayzero.onboard.checkpoint import read_checkpoint
+from dayzero.runtime.load import load_checkpoint
 from dayzero.runtime.package import load_package
 from dayzero.runtime.spec import SourceSpec
 
@@ -76,14 +77,18 @@ def test_zero_and_infinity_stay():
 def test_coverage_reads_and_writes_every_tensor(mixtral):
     source, specification, ledger = mixtral
     seen = []
-    found = coverage_rung(source, ledger, specification.spec, lambda done, total: seen.append((done, total)))
+    found, hashes = coverage_rung(source, ledger, specification.spec, lambda done, total: seen.append((done, total)))
     assert (found.verdict, found.worst) == ("PASS", 0.0)
     assert seen[-1] == (len(source.headers), len(source.headers))
+    rules = [rule.build() for rule in specification.spec.rules]
+    model = specification.spec.build()
+    assert load_checkpoint(model, rules, source.path, source.headers, hashes=hashes) == source.total_bytes
+    assert hashes.keys() == dict(model.named_parameters()).keys()
 
 
 def test_coverage_fails_for_a_tensor_without_a_fate(mixtral):
     source, specification, ledger = mixtral
-    found = coverage_rung(source, ledger.model_copy(update={"unaccounted": ["lost.weight"]}), specification.spec)
+    found, _ = coverage_rung(source, ledger.model_copy(update={"unaccounted": ["lost.weight"]}), specification.spec)
     assert (found.verdict, found.worst) == ("FAIL", math.inf)
     assert "lost.weight" in found.where
 
@@ -103,7 +108,7 @@ def test_every_bit_pattern_of_a_dtype_survives(dtype, tmp_path, mixtral):
         flat = tensor.view(-1)
         flat[: len(odd)] = torch.tensor(odd, dtype=torch.float64).to(dtype)
     save_file(tensors, folder / "model.safetensors", {"format": "pt"})
-    found = coverage_rung(read_checkpoint(folder), ledger, specification.spec)
+    found, _ = coverage_rung(read_checkpoint(folder), ledger, specification.spec)
     assert (found.verdict, found.worst) == ("PASS", 0.0)
 
 

@@ -63,11 +63,11 @@ def test_experts_are_decoded(made):
 
 def test_in_and_out_changes_nothing(made, tmp_path):
     checkpoint, _, specification = made
-    rung = coverage_rung(checkpoint, classify(checkpoint), specification.spec)
+    rung, hashes = coverage_rung(checkpoint, classify(checkpoint), specification.spec)
     assert "changed" not in str(rung)
     rules = [rule.build() for rule in specification.spec.rules]
     model = specification.spec.build()
-    load_checkpoint(model, rules, checkpoint.path, checkpoint.headers)
+    load_checkpoint(model, rules, checkpoint.path, checkpoint.headers, hashes=hashes)
     trained = [name for name, _ in model.named_parameters()]
     written = write_checkpoint(tmp_path, checkpoint.path, rules, trained, model.get_parameter, lambda name, cost: None)
     assert written == checkpoint.headers.keys()

@@ -19,6 +19,7 @@ def package(tmp_path):
 def lock(folder, *verdicts):
     rungs = {f"L{n}": {"verdict": verdict} for n, verdict in enumerate(verdicts)}
     (folder / "onboard.lock").write_text(json.dumps({"alignment": {"rungs": rungs}}))
+    (folder / "hashes.json").write_text(json.dumps({"parameters": None}))
 
 
 def test_the_verdict_is_the_worst_of_the_rungs(package):
@@ -45,7 +46,15 @@ def test_a_missing_file_is_named(package, name):
         load_package(package)
 
 
+def test_a_package_of_an_older_version_is_onboarded_again(package):
+    lock(package, "PASS")
+    (package / "hashes.json").unlink()
+    with pytest.raises(InputError, match=r"(?s)hashes\.json\n.*Onboard again"):
+        load_package(package)
+
+
 def test_a_lock_that_is_no_lock(package):
+    lock(package)
     (package / "onboard.lock").write_text("[]")
     with pytest.raises(InputError, match=r"onboard\.lock"):
         load_package(package)
