@@ -109,7 +109,7 @@ def attempt(candidate: Candidate, site: Site, generator: torch.Generator, *, tho
         return Attempt(candidate, float("inf"), "construction", f"cannot be built: {error}")
     if not thorough:
         with torch.no_grad():
-            error = _load(block, candidate, site) or _forward_error(site, block, site.call.hidden)
+            error = _load(block, candidate, site) or _forward_error(site, block)
         objection = "" if error <= TOLERANCE else f"output misses by {error:.1e} on the captured input"
         return Attempt(candidate, error, "captured input", objection)
     saved = {name: tensor.clone() for name, tensor in state_of(site.module).items()}
@@ -153,9 +153,9 @@ def _beyond_limits(site: Site) -> list[float]:
 
 
 def _load(block: nn.Module, candidate: Candidate, site: Site) -> float:
-    """Copies the module's parameters into the block. Returns infinity where they do not fit, else 0."""
+    """Copies the module's parameters and saved buffers into the block. Returns infinity where they do not fit, else 0."""
     values = candidate.values(state_of(site.module))
-    parameters = dict(block.named_parameters())
+    parameters = {**dict(block.named_parameters()), **dict(block.named_buffers())}
     if values.keys() != parameters.keys():
         return float("inf")
     with torch.no_grad():
@@ -166,9 +166,9 @@ def _load(block: nn.Module, candidate: Candidate, site: Site) -> float:
     return 0.0
 
 
-def _forward_error(site: Site, block: nn.Module, hidden: Tensor) -> float:
+def _forward_error(site: Site, block: nn.Module) -> float:
     try:
-        return relative_error(block_function(site, block)(hidden), site.call.replay(hidden))
+        return relative_error(block_function(site, block)(site.call.hidden), site.usual)
     except (RuntimeError, ValueError):
         return float("inf")
 
@@ -188,8 +188,8 @@ def errors(
     moved = _outputs(site.call.replay, site.module, hidden * last_bit, cotangent)
     ours = _outputs(block_function(site, block), block, hidden, cotangent)
 
-    wanted = candidate.values(theirs.gradients)
-    wanted_moved = candidate.values(moved.gradients)
+    wanted = candidate.values(theirs.gradients, ours.gradients)
+    wanted_moved = candidate.values(moved.gradients, ours.gradients)
     sizes = [float(torch.linalg.vector_norm(grad)) for grad in theirs.gradients.values()]
     floor = 1e-6 * max(sizes, default=0.0)
     pairs = {
@@ -220,7 +220,8 @@ class _Outputs:
 def _outputs(function: Callable[[Tensor], Tensor], module: nn.Module, hidden: Tensor, cotangent: Tensor) -> _Outputs:
     """The function's output and its gradients; a parameter that it does not reach has gradient zero."""
     hidden = hidden.detach().clone().requires_grad_(True)
-    parameters = dict(module.named_parameters())
+    # A selection bias, whether a buffer or a parameter that no optimizer sees, has no gradient on either side.
+    parameters = {name: parameter for name, parameter in module.named_parameters() if parameter.requires_grad}
     output = function(hidden)
     inputs = [hidden, *parameters.values()]
     grads = torch.autograd.grad(output, inputs, cotangent, allow_unused=True, materialize_grads=True)

@@ -5,7 +5,7 @@ mathematics differ in bookkeeping (views, copies, gathers) and in how they spell
 loop over experts); those spellings are named here once. What remains, arithmetic and constants, must be the same.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -30,24 +30,35 @@ _SPELLINGS: dict[str, tuple[str, ...]] = {
     "_scaled_dot_product_flash_attention_for_cpu": ("matmul", "mul", "softmax"),
     "_scaled_dot_product_attention_math": ("matmul", "mul", "softmax"),
     "_scaled_dot_product_fused_attention_overrideable": ("matmul", "mul", "softmax"),
-    "square": ("pow",),
+    "square": ("pow",),  # with the constant 2
+    "native_layer_norm": ("mean", "add", "pow", "rsqrt", "mul"),  # with the constants 2 and eps
     "neg": ("mul",),  # a rotation negates half of the channels, subtracts them, or is one complex product
     "sub": ("add",),
     "rsub": ("add",),
     "div": ("div",),
     "reciprocal": ("div",),
+    "cumsum": ("add",),
     "clamp_min": ("clamp",),
     "clamp_max": ("clamp",),
     "sigmoid": ("sigmoid",),
 }
 _ARITHMETIC = {
     "add", "mul", "div", "pow", "sqrt", "rsqrt", "exp", "log", "log1p", "abs", "tanh", "silu", "gelu", "relu",
-    "sigmoid", "softplus", "clamp", "sin", "cos", "topk", "sort", "cumsum", "logsumexp", "erf", "max", "min", "maximum",
-    "minimum", "log_softmax", "amax", "var", "var_mean", "native_layer_norm", "sign", "floor", "round", "convolution",
+    "sigmoid", "softplus", "clamp", "sin", "cos", "topk", "sort", "logsumexp", "erf", "max", "min", "maximum",
+    "minimum", "log_softmax", "log_sigmoid_forward", "amax", "var", "var_mean", "sign", "floor", "round", "convolution",
     "exp2", "gt", "ge", "lt", "le", "eq", "ne",
 }  # fmt: skip
-# Linear bookkeeping that either side may do any number of times: copies of heads, masks, weighted sums.
-_FREE = {"add", "mul", "matmul"}
+# Linear bookkeeping that either side may do any number of times: copies of heads, masks, weighted sums, signs.
+_FREE = {"add", "mul", "matmul", "neg"}
+# Two ways to write one function, each as the steps that it takes; one side may have the one and the other the other.
+_SAME = (
+    ({"rsqrt"}, {"sqrt", "div"}),
+    ({"max", "softmax"}, {"softmax"}),  # softmax of what its maximum was taken from already
+    ({"softplus"}, {"exp", "log", "gt"}),  # written out, with the threshold above which it is its input
+)
+# Comparisons with 0 or an infinity that only ask what a mask hides.
+_OF_A_MASK = {"eq", "ne", "isinf", "isneginf"}
+_SOFTPLUS_THRESHOLD = 20.0  # ATen's default, which a call that does not name it uses
 _SCALAR_ARGUMENTS = {
     "add",
     "sub",
@@ -63,19 +74,39 @@ _SCALAR_ARGUMENTS = {
     "ge",
     "lt",
     "le",
+    "native_layer_norm",
 }
+# Powers that have a name of their own.
+_POWERS = {-0.5: "rsqrt", 0.5: "sqrt", -1.0: "div"}
+
+
+@dataclass(frozen=True)
+class Step:
+    """One operator as it ran. name: without the underscore of those in place. numbers: its scalar arguments, those
+    that change nothing included. shape: of its first tensor."""
+
+    name: str
+    numbers: tuple[float, ...]
+    shape: tuple[int, ...]
 
 
 @dataclass
 class Operations:
-    """steps: arithmetic executed. constants: scalars that entered it, masks' infinities left out."""
+    """steps: arithmetic executed. constants: scalars that entered it, masks' infinities left out.
+    sequence: every operator on floating-point tensors, in the order in which they ran."""
 
     steps: set[str] = field(default_factory=set)
     constants: set[float] = field(default_factory=set)
+    sequence: list[Step] = field(default_factory=list)
 
     def difference(self, other: "Operations") -> list[str]:
         """What this one does and the other does not, one line each."""
-        lines = [f"step {step}" for step in sorted(self.steps - other.steps - _FREE)]
+        left = self.steps - other.steps - _FREE
+        for one, two in _SAME:
+            for mine, theirs in ((one, two), (two, one)):
+                if mine <= self.steps and theirs <= other.steps:
+                    left -= mine
+        lines = [f"step {step}" for step in sorted(left)]
         return lines + [f"constant {value!r}" for value in sorted(self.constants) if not _among(value, other.constants)]
 
 
@@ -95,18 +126,44 @@ class _Recorder(TorchDispatchMode):
         output = func(*args, **kwargs)
         if not _floating(args, output):
             return output
+        numbers = tuple(float(arg) for arg in _flat(args) if _is_number(arg))
+        self.operations.sequence.append(Step(plain, numbers, _first_shape(args)))
+        if plain in _OF_A_MASK and all(abs(number) in {0.0, float("inf")} for number in numbers):
+            return output
+        if plain == "pow" and numbers and numbers[-1] in _POWERS:
+            plain, args = _POWERS[numbers[-1]], args[:1]
         for step in _SPELLINGS.get(plain, (plain,)):
             if step in _ARITHMETIC or step in {"matmul", "softmax", "mean"}:
                 self.operations.steps.add(step)
         scalars: list[Any] = []
         if plain in _SCALAR_ARGUMENTS:
-            scalars = [arg for arg in args[1:] if isinstance(arg, (int, float)) and not isinstance(arg, bool)]
+            scalars = [arg for arg in args[1:] if _is_number(arg)]
+        if plain in {"square", "native_layer_norm"}:
+            scalars.append(2.0)
+        if plain == "softplus" and len(args) < 3:
+            scalars.append(_SOFTPLUS_THRESHOLD)
         if "scale" in kwargs and kwargs["scale"] is not None:
             scalars.append(kwargs["scale"])
         for value in scalars:
             if abs(value) not in {0.0, 1.0, float("inf")} and abs(value) < 1e30:
                 self.operations.constants.add(float(value))
         return output
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+
+def _flat(values: Any) -> Iterator[Any]:
+    for value in values:
+        if isinstance(value, (tuple, list)):
+            yield from _flat(value)
+        else:
+            yield value
+
+
+def _first_shape(args: Any) -> tuple[int, ...]:
+    return next((tuple(arg.shape) for arg in _flat(args) if isinstance(arg, torch.Tensor)), ())
 
 
 def _floating(args: Any, output: Any) -> bool:

@@ -1,10 +1,11 @@
 """Where an argument of a block comes from, in a form that can be resolved again on another model."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Container, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from dayzero.onboard.discover import Call
@@ -59,37 +60,68 @@ def present(parameter: str) -> Evidence:
 
 @dataclass
 class Candidate:
-    """arguments: of the block's constructor. parameters: block parameter -> expression over the module's parameters."""
+    """arguments: of the block's constructor, those that are blocks as candidates themselves. parameters: block
+    parameter -> expression over the module's parameters; those of blocks inside are counted among them. when: whether
+    there is such a block at all, for one that is inside another."""
 
     block: str
-    arguments: dict[str, Evidence]
+    arguments: dict[str, "Evidence | Candidate"]
     parameters: dict[str, Source]
+    when: Evidence | None = None
+
+    def __post_init__(self) -> None:
+        inner = {
+            f"{name}.{parameter}": source
+            for name, argument in self.arguments.items()
+            if isinstance(argument, Candidate)
+            for parameter, source in argument.parameters.items()
+        }
+        self.parameters = {**self.parameters, **inner}
 
     def spec(self, module: nn.Module, config: Any) -> BlockSpec:
         """The block for this very module. Raises ValueError if the values do not make one."""
         return BlockSpec(
             block=self.block,
-            arguments={name: evidence.resolve(module, config) for name, evidence in self.arguments.items()},
+            arguments={name: argument.resolve(module, config) for name, argument in self.arguments.items()},
         )
 
-    def values(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """The block's parameters, made from tensors of the module's parameters (its values, or its gradients)."""
+    def resolve(self, module: nn.Module, config: Any) -> BlockSpec | None:
+        """The block as an argument of another: None where `when` says so."""
+        if self.when is not None and not self.when.resolve(module, config):
+            return None
+        return self.spec(module, config)
+
+    @property
+    def label(self) -> str:
+        """All that it claims, in one line."""
+        return f"{self.block}({', '.join(self.describe())})"
+
+    def values(self, tensors: Mapping[str, Tensor], names: Container[str] | None = None) -> dict[str, Tensor]:
+        """The block's parameters, or those of `names`, made from tensors of the module's parameters (its values, or its
+        gradients)."""
         reader = TensorsReader(tensors)
         shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
         return {
             name: source.read(reader, shapes, {}, whole(source.shape(shapes, {})))
             for name, source in self.parameters.items()
+            if names is None or name in names
         }
 
     def describe(self) -> list[str]:
         """One line an argument: its name and where its value comes from."""
-        return [f"{name} from {evidence.label}" for name, evidence in self.arguments.items()]
+        lines = [] if self.when is None else [f"there or not from {self.when.label}"]
+        for name, argument in self.arguments.items():
+            if isinstance(argument, Candidate):
+                lines.append(f"{name} is {argument.block}")
+                lines += [f"{name}.{line}" for line in argument.describe()]
+            else:
+                lines.append(f"{name} from {argument.label}")
+        return lines
 
     @property
     def key(self) -> tuple:
         """Equal for equal claims."""
-        arguments = sorted((name, evidence.label) for name, evidence in self.arguments.items())
-        return (self.block, *arguments, *sorted(map(str, self.parameters.items())))
+        return (self.block, *sorted(self.describe()), *sorted(map(str, self.parameters.items())))
 
 
 @dataclass
@@ -108,6 +140,12 @@ class Site:
     def context(self) -> Context:
         """What our blocks are given beside the hidden input."""
         return context_of(self.call, self.inner)
+
+    @cached_property
+    def usual(self) -> Tensor:
+        """What the module gives for the captured input, run once for all candidates."""
+        with torch.no_grad():
+            return self.call.replay(self.call.hidden)
 
     @cached_property
     def operations(self) -> Operations:
