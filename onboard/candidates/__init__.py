@@ -8,15 +8,21 @@ that can be resolved again on another model: the shrunk one, one with changed co
 from collections.abc import Callable
 
 from dayzero.onboard.candidates.attention import propose_attention
+from dayzero.onboard.candidates.delta_rule import propose_delta_rule
 from dayzero.onboard.candidates.evidence import Candidate, Evidence, Site, site_of
 from dayzero.onboard.candidates.feed_forward import propose_feed_forward
+from dayzero.onboard.candidates.latent_attention import propose_latent_attention
 from dayzero.onboard.candidates.moe import propose_moe
 from dayzero.onboard.candidates.norm import propose_norm
 
 # Role of a layer's part -> what may propose blocks for it. A new kind of block joins by adding its proposer here.
 PROPOSERS: dict[str, tuple[Callable[[Site], list[Candidate]], ...]] = {
     "norm": (propose_norm,),
-    "mixer": (propose_attention,),
+    "mixer": (
+        propose_attention,
+        propose_latent_attention,
+        propose_delta_rule,
+    ),
     "ffn": (propose_feed_forward, propose_moe),
 }
 

@@ -65,3 +65,30 @@ def test_a_trace_keeps_no_graph_and_changes_nothing():
     trace(lambda: out.append(module(X)))
     assert not out[0].requires_grad
     assert torch.equal(out[0], module(X))
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        (lambda: X * torch.rsqrt((X * X).sum(-1, keepdim=True) + 1e-6), lambda: X / torch.sqrt((X * X).sum() + 1e-6)),
+        (lambda: F.softplus(X), lambda: torch.where(X > 20.0, X, torch.log(1.0 + torch.exp(X)))),
+        (lambda: X.cumsum(0), lambda: torch.stack([X[: i + 1].sum(0) for i in range(3)])),
+        (lambda: -X, lambda: X * -1.0),
+    ],
+)
+def test_two_spellings_of_one_function_are_the_same(one, other):
+    one, other = trace(one), trace(other)
+    assert one.difference(other) == other.difference(one) == []
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "lines"),
+    [
+        (lambda: F.softplus(X), lambda: F.softplus(X, threshold=30.0), ["constant 20.0"]),
+        (lambda: torch.sqrt(X), lambda: torch.rsqrt(X), ["step sqrt"]),
+        (lambda: X / X.sum(), lambda: torch.rsqrt(X), ["step div"]),
+        (lambda: torch.log(1.0 + torch.exp(X)), lambda: F.softplus(X), ["step exp", "step log"]),
+    ],
+)
+def test_half_of_a_spelling_is_a_difference(one, other, lines):
+    assert trace(one).difference(trace(other)) == lines

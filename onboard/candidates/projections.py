@@ -1,0 +1,150 @@
+"""Which rows of which projection a block's own projection is, where a reference keeps several side by side."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from dayzero.onboard.candidates.evidence import Evidence, Site, literal, size
+from dayzero.onboard.candidates.feed_forward import linear_calls
+from dayzero.runtime.weights import Part, Source, Squeeze, Stored
+
+
+@dataclass(frozen=True)
+class Projection:
+    """A matrix on the module's input, or two after each other. paths: of the linears, the one on the input first.
+    result: [T, rows]. order: its place in the order of execution. bias: whether the last one has one."""
+
+    paths: tuple[str, ...]
+    result: Tensor
+    order: int
+    bias: bool
+
+    @property
+    def rows(self) -> int:
+        return self.result.shape[-1]
+
+
+@dataclass(frozen=True)
+class Share:
+    """Rows start .. stop-1 of each of `groups` blocks of a projection."""
+
+    projection: Projection
+    start: int
+    stop: int
+    groups: int = 1
+
+    @property
+    def whole(self) -> bool:
+        return (self.start, self.stop, self.groups) == (0, self.projection.rows, 1)
+
+    @property
+    def label(self) -> str:
+        return self.projection.paths[-1] if self.whole else f"a part of {self.projection.paths[-1]}"
+
+    @property
+    def place(self) -> tuple[int, int]:
+        """Sorts shares as their values stand side by side."""
+        return (self.projection.order, self.start)
+
+    def values(self) -> Tensor:
+        """What the reference computed: [T, groups * (stop - start)]."""
+        return self.projection.result.unflatten(-1, (self.groups, -1))[..., self.start : self.stop].flatten(-2)
+
+    def count(self, module: nn.Module) -> int:
+        """Its number of rows in this module."""
+        if self.whole:
+            return module.get_parameter(f"{self.projection.paths[-1]}.weight").shape[0]
+        return self.groups * (self.stop - self.start)
+
+    def rank(self) -> Evidence:
+        """The number of values between the two matrices, None for one matrix."""
+        if len(self.projection.paths) == 1:
+            return literal(None, "one matrix")
+        return size(f"{self.projection.paths[0]}.weight", 0)
+
+    def parameters(self, name: str) -> dict[str, Source]:
+        """The parameters of a block's projection `name`."""
+        if len(self.projection.paths) == 2:
+            down, up = self.projection.paths
+            found: dict[str, Source] = {
+                f"{name}.down.weight": Stored(f"{down}.weight"),
+                f"{name}.up.weight": self._rows(f"{up}.weight"),
+            }
+            return found | ({f"{name}.up.bias": self._rows(f"{up}.bias")} if self.projection.bias else {})
+        path = self.projection.paths[0]
+        kinds = ("weight", "bias") if self.projection.bias else ("weight",)
+        return {f"{name}.{kind}": self._rows(f"{path}.{kind}") for kind in kinds}
+
+    def _rows(self, stored: str) -> Source:
+        return Stored(stored) if self.whole else Part(0, self.start, self.stop, Stored(stored), self.groups)
+
+
+def equal_values(a: Tensor, b: Tensor) -> bool:
+    """The same numbers in the same order, whatever the shapes."""
+    return a is b or (a.numel() == b.numel() and torch.equal(a.reshape(-1), b.reshape(-1)))
+
+
+def input_projections(site: Site) -> list[Projection]:
+    """The linears that are fed the module's input, each with the one behind it that is fed its result, if any."""
+    linears = linear_calls(site)
+    found = []
+    for order, (path, call) in enumerate(linears.items()):
+        if not equal_values(call.hidden, site.call.hidden):
+            continue
+        behind = [p for p, c in linears.items() if p != path and equal_values(c.hidden, call.result)]
+        last = behind[0] if len(behind) == 1 else path
+        biased = linears[last].module.bias is not None
+        paths = (path,) if last == path else (path, last)
+        found.append(Projection(paths, linears[last].result.flatten(0, -2), order, biased))
+    return found
+
+
+def shares(
+    projections: Sequence[Projection], rows: Mapping[str, int], side_by_side: Sequence[Sequence[str]], groups: int = 1
+) -> Iterator[dict[str, Share]]:
+    """Every way in which the roles of `rows` (role -> rows) are all rows of all projections.
+
+    side_by_side: orders in which roles may share a projection, plainly or within each of `groups` blocks of it.
+    """
+    if not projections:
+        if not rows:
+            yield {}
+        return
+    first, rest = projections[0], projections[1:]
+    for roles in [*((role,) for role in rows), *side_by_side]:
+        if not all(role in rows for role in roles) or sum(rows[role] for role in roles) != first.rows:
+            continue
+        left = {role: number for role, number in rows.items() if role not in roles}
+        for blocks in (1,) if len(roles) == 1 or groups == 1 else (1, groups):
+            if any(rows[role] % blocks for role in roles):
+                continue
+            mine, start = {}, 0
+            for role in roles:
+                mine[role] = Share(first, start, start + rows[role] // blocks, blocks)
+                start += rows[role] // blocks
+            for others in shares(rest, left, side_by_side, groups):
+                yield mine | others
+
+
+def depthwise(site: Site) -> list[tuple[str, int]]:
+    """(name, channels) of the weights of depthwise convolutions, [C, 1, W]."""
+    return [
+        (name, parameter.shape[0])
+        for name, parameter in site.module.named_parameters()
+        if parameter.ndim == 3 and parameter.shape[1] == 1 and parameter.shape[2] > 1
+    ]
+
+
+def vector(site: Site, name: str) -> Source:
+    """The parameter as a vector, without its dimensions of one element."""
+    shape = site.module.get_parameter(name).shape
+    ones = [dim for dim, length in enumerate(shape) if length == 1]
+    extra = tuple(ones[: len(shape) - 1])
+    return Squeeze(extra, Stored(name)) if extra else Stored(name)
+
+
+def count(name: str) -> Evidence:
+    """The number of elements of a parameter."""
+    return Evidence(f"elements of {name}", lambda module, config: module.get_parameter(name).numel())
