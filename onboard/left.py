@@ -1,0 +1,57 @@
+"""What a layer is handed that earlier layers made: a selection of keys, latents, in the form our blocks share them."""
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from dayzero.onboard.discover import Call
+from dayzero.runtime.nn.latent_attention import LATENTS, SELECTED
+
+
+def left_by_earlier(call: Call) -> dict[str, Tensor]:
+    """`Context.shared` as the captured call saw it."""
+    shared: dict[str, Tensor] = {}
+    if (index := handed_index(call)) is not None:
+        shared[SELECTED] = index
+    for name, (compressed, turned) in handed_latents(call).items():
+        joined = torch.cat((compressed, turned), -1)
+        shared[LATENTS + name] = joined.reshape(-1, joined.shape[-1])
+    return shared
+
+
+def handed_index(call: Call) -> Tensor | None:
+    """[T, 1, K] int64, from an integer argument [B, S, K] with places of tokens; None without one."""
+    if call.hidden.ndim != 3:
+        return None
+    batch, length = call.hidden.shape[:2]
+    for value in [*call.args, *call.kwargs.values()]:
+        if not isinstance(value, Tensor) or value.is_floating_point() or value.dtype == torch.bool:
+            continue
+        if value.ndim == 3 and value.shape[:2] == (batch, length):
+            return value.to(torch.int64).reshape(batch * length, 1, -1)
+    return None
+
+
+def handed_latents(call: Call, after: bool = False) -> dict[str, tuple[Tensor, Tensor]]:
+    """Pairs [B, 1, S, R] by name, in a mapping among the arguments. after: as the call left it."""
+    if call.hidden.ndim != 3:
+        return {}
+    batch, length = call.hidden.shape[:2]
+    found = {}
+    for value in [*call.args, *call.kwargs.values()]:
+        if not isinstance(value, Mapping):
+            continue
+        held = value
+        if after:
+            held = dict(value)
+            args = tuple(held if a is value else a for a in call.args)
+            kwargs = {name: held if a is value else a for name, a in call.kwargs.items()}
+            with torch.no_grad():
+                call.replay_exactly(args, kwargs)
+        for name, pair in held.items():
+            if not isinstance(pair, (tuple, list)) or len(pair) != 2:
+                continue
+            if all(isinstance(p, Tensor) and p.ndim == 4 and p.shape[:3] == (batch, 1, length) for p in pair):
+                found[str(name)] = (pair[0].detach(), pair[1].detach())
+    return found

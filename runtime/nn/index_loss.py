@@ -1,0 +1,75 @@
+"""The loss that trains an indexer: attention's own distribution over keys is what its scores should give (DeepSeek
+Sparse Attention, arXiv:2512.02556, section 2.1)."""
+
+from collections.abc import Iterator, Sequence
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+
+from .documents import unpack
+from .selected_attention import causal, probabilities
+
+Judged = Literal["all", "selected"]
+
+
+def index_loss(
+    scores: Sequence[Tensor],
+    query: Tensor,
+    key: Tensor,
+    index: Tensor,
+    lengths: Sequence[int],
+    scale: float,
+    unit: int,
+    over: Judged,
+) -> Tensor:
+    """Sum over tokens (and groups of heads) of KL(p || softmax(scores)), a float32 scalar at least.
+
+    p: attention weights without a selection, averaged over the group's heads, summed within each unit, and divided by
+    their sum. over: all units that the indexer may choose from ("all", to warm an indexer up), or those it did choose.
+    scores: for every run of documents [B, P, S, U], -inf where a unit is no candidate; query: [T, N, D]; key:
+    [T, G, D]; index: [T, P, K].
+    """
+    total = None
+    documents = zip(scores, unpack(query, lengths), unpack(key, lengths), unpack(index, lengths), strict=True)
+    for found, q, k, chosen in documents:
+        length, units = q.shape[1], found.shape[-1]
+        weights = probabilities(q.transpose(1, 2), k.transpose(1, 2), causal(length, None, q.device), scale)
+        weights = weights.unflatten(1, (found.shape[1], -1)).mean(2)
+        if unit > 1 or units != length:
+            weights = torch.nn.functional.pad(weights, (0, units * unit - length))[..., : units * unit]
+            weights = weights.unflatten(-1, (units, unit)).sum(-1)
+        candidate = found > float("-inf")
+        if over == "selected":
+            picked = torch.zeros_like(candidate[..., :1]).expand(*candidate.shape[:-1], units + 1).contiguous()
+            of_units = chosen.transpose(1, 2)
+            picked.scatter_(-1, of_units.masked_fill((of_units < 0) | (of_units >= units), units), True)
+            candidate = candidate & picked[..., :units]
+        target = weights.masked_fill(~candidate, 0)
+        mass = target.sum(-1, keepdim=True)
+        target = target / mass.clamp_min(torch.finfo(mass.dtype).tiny)
+        # A token without a candidate has nothing to learn from; softmax over nothing would be NaN.
+        some = candidate.any(-1, keepdim=True)
+        guess = found.masked_fill(~candidate, float("-inf")).masked_fill(~some, 0).log_softmax(-1)
+        terms = torch.xlogy(target, target) - target * guess.masked_fill(~candidate, 0)
+        part = terms.masked_fill(~some, 0).sum()
+        total = part if total is None else total + part
+    return total if total is not None else query.new_zeros(())
+
+
+def train_indexers(model: nn.Module, over: Judged | None) -> None:
+    """Makes every layer with an indexer compute its loss in the forward pass; None stops it."""
+    for block in _indexed(model):
+        block.index_loss_over = over  # type: ignore[assignment]
+        block.index_loss = None  # type: ignore[assignment]
+
+
+def index_losses(model: nn.Module) -> list[Tensor]:
+    """The losses of the last forward pass, summed over its tokens, one for each layer that computed one."""
+    return [loss for block in _indexed(model) if isinstance(loss := block.index_loss, Tensor)]
+
+
+def _indexed(model: nn.Module) -> Iterator[nn.Module]:
+    for module in model.modules():
+        if hasattr(module, "index_loss_over") and getattr(module, "indexer", None) is not None:
+            yield module
