@@ -11,6 +11,10 @@ import pytest
 from dayzero.onboard.agent import Run, execute
 from dayzero.onboard.package import align_package, check_package
 from dayzero.runtime.errors import InputError
+from dayzero.runtime.headers import read_headers
+from dayzero.runtime.load import load_checkpoint
+from dayzero.runtime.package import load_package
+from dayzero.runtime.weights import bind
 
 
 @pytest.fixture
@@ -35,10 +39,18 @@ def named(package, name):
 def test_a_new_package_is_as_generated(package):
     assert check_package(package) == []
     assert {path.relative_to(package).as_posix() for path in generated(package)} == {
-        "REPORT.md", "ledger.json", "model.py", "onboard.lock", "operators/__init__.py", "operators/grouped_gemm.py",
-        "operators/rms_norm.py", "operators/swiglu.py", "plan.yaml", "report.html", "spec.json",
-        "tests/test_package.py", "train.yaml", "weights.py",
+        "REPORT.md", "hashes.json", "ledger.json", "model.py", "onboard.lock", "operators/__init__.py",
+        "operators/grouped_gemm.py", "operators/rms_norm.py", "operators/swiglu.py", "plan.yaml", "report.html",
+        "spec.json", "tests/test_package.py", "train.yaml", "weights.py",
     }  # fmt: skip
+
+
+def test_hashes_are_those_of_the_weights_that_the_ladder_read(package):
+    made = load_package(package)
+    assert made.hashes is not None
+    assert len(set(made.hashes.values())) == len(bind(made.rules))
+    load_checkpoint(made.build(), made.rules, made.checkpoint, read_headers(made.checkpoint), hashes=made.hashes)
+    assert load_package(onboarded.get("mixtral").package).hashes is None  # without the ladder nobody read them
 
 
 def test_a_changed_byte_anywhere_is_found_and_its_file_named(package):
