@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dayzero.onboard.candidates.evidence import Evidence, Site, attribute, literal
+from dayzero.onboard.candidates.evidence import Evidence, Site, attribute, config_field, literal
 from dayzero.onboard.trace import Operations, trace
 
 Switch = tuple[Evidence, Tensor, Operations]
