@@ -17,23 +17,27 @@ from dayzero.onboard.trace import Operations, trace
 Switch = tuple[Evidence, Tensor, Operations]
 
 
+def causing(site: Site, value: float) -> list[tuple[Evidence, Any, str]]:
+    """Settings that hold `value` and whose change shows among the constants: the evidence, its holder and name."""
+    other = value * 1.37 + 0.011
+    found = []
+    for evidence, holder, name, held in _settings(site):
+        if _number(held) and held == value:
+            with changed(holder, name, other):
+                if _has(_again(site), other):
+                    found.append((evidence, holder, name))
+    return found
+
+
 def causes(site: Site, value: float) -> list[Evidence]:
     """Where the constant `value` in the module's trace comes from: the settings whose change changes it, and the number
     itself where it is still there when all of them are changed."""
-    found = []
-    other = value * 1.37 + 0.011
+    found = causing(site, value)
     with contextlib.ExitStack() as stack:
-        for evidence, holder, name, held in _settings(site):
-            if not _number(held) or held != value:
-                continue
-            with changed(holder, name, other):
-                caused = _has(_again(site), other)
-            if caused:
-                found.append(evidence)
-                stack.enter_context(changed(holder, name, other))
-        if not found or _has(_again(site), value):
-            found.append(literal(value, "constant in the trace"))
-    return found
+        for _, holder, name in found:
+            stack.enter_context(changed(holder, name, value * 1.37 + 0.011))
+        number = not found or _has(_again(site), value)
+    return [evidence for evidence, _, _ in found] + ([literal(value, "constant in the trace")] if number else [])
 
 
 def drivers(site: Site, value: Any, other: Any, shows: Callable[[Operations], bool]) -> list[Evidence]:
