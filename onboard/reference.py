@@ -1,13 +1,15 @@
-"""The eager reference: transformers' own implementation, in float64, with every float32 island promoted and counted.
+"""The eager reference: the implementation that a checkpoint was made for, in float64, every float32 island promoted and
+counted.
 
-Only classes that transformers ships are built here; code that comes with a checkpoint is never imported.
+It is transformers' own class, or code that ships with the checkpoint where this process may run that
+(`onboard.remote_code.using`); both are built and run through the functions here. What its code keeps from training is
+replaced here only (`onboard.training_modes`), and its modules' constructor arguments are noted (`onboard.constructed`).
 """
 
 import contextlib
+import importlib
 import json
-import sys
 import tempfile
-from collections import Counter
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -16,39 +18,22 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from dayzero.onboard import remote_code
+from dayzero.onboard.config_reads import Reads, noting_construction, record
+from dayzero.onboard.constructed import constructed_with, noting_arguments
+from dayzero.onboard.training_modes import allow_gradients, replaced
 from dayzero.runtime.errors import InputError
+from dayzero.runtime.nn.promote import Promote
 
-# Reads from these files are bookkeeping of the library (saving, dispatch, defaults), not the model's arithmetic.
-_BOOKKEEPING = ("configuration_utils.py", "modeling_utils.py", "configuration_auto.py", "auto_factory.py", "_attn_impl")
+__all__ = [
+    "ForceTopK", "Promote", "Reads", "UnknownArchitecture", "build", "constructed_with", "inputs", "load_config",
+    "model_class", "on_disk", "quiet", "redraw", "replaced", "run", "state_of", "text_config", "text_model",
+    "text_prefix",
+]  # fmt: skip
 
 
 class UnknownArchitecture(Exception):
     """transformers has no class for this config; the message says why."""
-
-
-class Promote(TorchFunctionMode):
-    """Turns every cast to float32 into one to float64, and counts them: a float64 proof needs no float32 islands.
-
-    The counts say where the reference insists on float32, which is evidence for our own precision.
-    """
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.casts: Counter[str] = Counter()
-
-    def __torch_function__(self, func, types, args=(), kwargs=None):
-        kwargs = dict(kwargs or {})
-        name = getattr(func, "__name__", "")
-        if kwargs.get("dtype") is torch.float32:
-            kwargs["dtype"] = torch.float64
-            self.casts[name] += 1
-        if name == "float":
-            self.casts[name] += 1
-            return args[0].double()
-        if name in {"to", "type"} and any(arg is torch.float32 for arg in args):
-            self.casts[name] += 1
-            args = tuple(torch.float64 if arg is torch.float32 else arg for arg in args)
-        return func(*args, **kwargs)
 
 
 class ForceTopK(TorchFunctionMode):
@@ -68,45 +53,56 @@ class ForceTopK(TorchFunctionMode):
         return func(*args, **kwargs)
 
 
-def load_config(config: Mapping[str, Any], reads: set[str] | None = None) -> Any:
-    """transformers' config object for the content of a config.json.
+def load_config(config: Mapping[str, Any], reads: Reads | None = None) -> Any:
+    """The config object for the content of a config.json: transformers', or the one of the checkpoint's own code.
 
-    Raises UnknownArchitecture for a model_type that transformers does not have, InputError for values that it refuses.
+    Raises UnknownArchitecture for a model_type that nothing here has, InputError for values that are refused.
 
-    reads: a set that fills up with the names of the fields that configuration and model code read.
+    reads: fills up with the fields that configuration and model code read.
     """
-    from transformers import CONFIG_MAPPING, AutoConfig
-
-    # Asked first: without a model_type AutoConfig would look for one in the folder's name.
-    model_type = config.get("model_type")
-    if not isinstance(model_type, str) or model_type not in CONFIG_MAPPING:
-        raise UnknownArchitecture(f"transformers has no model_type {model_type!r}")
-    with tempfile.TemporaryDirectory() as folder:
-        Path(folder, "config.json").write_text(json.dumps(dict(config)))
-        try:
-            loaded = AutoConfig.from_pretrained(folder, trust_remote_code=False)
-        except Exception as error:
-            raise InputError(
-                "config.json", found=_first_line(error), expected=f"what transformers accepts for {model_type}"
-            ) from None
+    content = dict(config)
+    code = remote_code.current()
+    own = code.config_class() if code is not None else None
+    try:
+        with noting_construction(reads or Reads()) as finished:
+            loaded = own.from_dict(content) if own is not None else _native_config(content)  # type: ignore[attr-defined]
+    except (InputError, UnknownArchitecture):
+        raise
+    except Exception as error:
+        expected = f"what {own.__name__ if own else 'transformers'} accepts for {config.get('model_type')}"
+        raise InputError("config.json", found=_first_line(error), expected=expected) from None
+    for part in _configs(loaded):
+        part._attn_implementation = "eager"
+        part._experts_implementation = "eager"
     if reads is not None:
-        loaded = _recording(type(loaded), reads).from_dict(dict(config))
-    loaded._attn_implementation = "eager"
-    loaded._experts_implementation = "eager"
+        reads.text = text_prefix(loaded)
+        finished(loaded)
+        record(loaded, reads)
     return loaded
 
 
-def _recording(cls: type, reads: set[str]) -> Any:
-    """A subclass whose instances note every field that anything but the library's bookkeeping reads."""
+def _native_config(content: dict[str, Any]) -> Any:
+    from transformers import CONFIG_MAPPING, AutoConfig
 
-    class Recorded(cls):
-        def __getattribute__(self, name: str) -> Any:
-            if not name.startswith("_") and not sys._getframe(1).f_code.co_filename.endswith(_BOOKKEEPING):
-                reads.add(name)
-            return super().__getattribute__(name)
+    # Asked first: without a model_type AutoConfig would look for one in the folder's name.
+    model_type = content.get("model_type")
+    if isinstance(model_type, str) and model_type in CONFIG_MAPPING:
+        with tempfile.TemporaryDirectory() as folder:
+            Path(folder, "config.json").write_text(json.dumps(content))
+            return AutoConfig.from_pretrained(folder, trust_remote_code=False)
+    # What config.json calls itself proves nothing; the class that it names has a config class of its own.
+    for name in content.get("architectures") or []:
+        if (cls := _exported(name)) is not None and isinstance(getattr(cls, "config_class", None), type):
+            return cls.config_class.from_dict({k: v for k, v in content.items() if k != "model_type"})  # type: ignore[attr-defined]
+    raise UnknownArchitecture(f"transformers has no model_type {model_type!r}")
 
-    Recorded.__name__, Recorded.__qualname__ = cls.__name__, cls.__qualname__
-    return Recorded
+
+def _configs(config: Any) -> Iterator[Any]:
+    """The config and those nested in it."""
+    yield config
+    for value in list(vars(config).values()):
+        if hasattr(type(value), "model_type") and hasattr(value, "to_dict"):
+            yield from _configs(value)
 
 
 def _first_line(error: Exception) -> str:
@@ -117,60 +113,154 @@ def _first_line(error: Exception) -> str:
 
 
 def model_class(config: Any, architectures: list[str]) -> type[nn.Module]:
-    """The transformers class that `architectures` names. Raises UnknownArchitecture."""
-    import transformers
+    """The class of the language model that predicts the next token: the checkpoint's own where this process may run it,
+    else the one that `architectures` names, else the one that transformers has for such a config.
 
+    Raises UnknownArchitecture.
+    """
+    if (code := remote_code.current()) is not None:
+        return code.model_class()
     for name in architectures:
-        found = getattr(transformers, name, None) if name.endswith("ForCausalLM") else None
-        if isinstance(found, type) and issubclass(found, nn.Module):
+        found = _exported(name) or _beside(config, name)
+        if found is not None and _predicts_tokens(found):
             return found
+    if (found := _mapped(config)) is not None:
+        return found
     listed = ", ".join(architectures) or "none"
     raise UnknownArchitecture(f"transformers has no causal language model for architectures: {listed}")
 
 
-def build(config: Mapping[str, Any], *, device: str = "cpu", record: bool = False) -> tuple[nn.Module, set[str]]:
-    """The reference model in float64, evaluation mode, and the config fields it read (empty without `record`).
+def _exported(name: str) -> type | None:
+    import transformers
 
-    Raises UnknownArchitecture where transformers has no such model, InputError where it cannot be built.
+    found = getattr(transformers, name, None) if name.isidentifier() else None
+    return found if isinstance(found, type) and issubclass(found, nn.Module) else None
+
+
+def _beside(config: Any, name: str) -> type | None:
+    """A class of the model file that belongs to the config's own; not every one is exported."""
+    home = type(config).__module__
+    if ".configuration_" not in home:
+        return None
+    with contextlib.suppress(ImportError):
+        found = getattr(importlib.import_module(home.replace(".configuration_", ".modeling_")), name, None)
+        return found if isinstance(found, type) and issubclass(found, nn.Module) else None
+    return None
+
+
+def _predicts_tokens(cls: type) -> bool:
+    """Whether the class gives logits for text: by its head, for causal or conditional generation."""
+    return cls.__name__.endswith(("ForCausalLM", "ForConditionalGeneration", "LMHeadModel"))
+
+
+def _mapped(config: Any) -> type | None:
+    """What transformers' own tables have for the config's class."""
+    from transformers.models.auto import modeling_auto
+
+    tables = ("CAUSAL_LM", "IMAGE_TEXT_TO_TEXT", "SEQ_TO_SEQ_CAUSAL_LM")
+    classes = [cls for cls in type(config).__mro__ if getattr(cls, "model_type", None)]
+    for table in tables:
+        mapping = getattr(modeling_auto, f"MODEL_FOR_{table}_MAPPING")
+        for cls in classes:
+            if cls in mapping:
+                found = mapping[cls]
+                return found[0] if isinstance(found, (tuple, list)) else found
+    return None
+
+
+def text_config(model: nn.Module) -> Any:
+    """The config of the text decoder: the model's own, or the one nested in it."""
+    config: Any = model.config
+    return config.get_text_config() if hasattr(config, "get_text_config") else config
+
+
+def text_prefix(config: Any) -> str:
+    """Where the text decoder's fields stand in config.json: "" at the top, or such as "text_config."."""
+    text = config.get_text_config() if hasattr(config, "get_text_config") else config
+    return next((f"{name}." for name, value in vars(config).items() if value is text), "")
+
+
+def text_model(model: nn.Module) -> nn.Module:
+    """The part of the model whose config is the text config; the model itself where it has no other parts."""
+    text = text_config(model)
+    if text is model.config:
+        return model
+    held = [module for module in model.modules() if hasattr(module, "config") and module is not model]
+    for match in (lambda config: config is text, lambda config: type(config) is type(text)):
+        for module in held:  # outer modules come first
+            if match(module.config) and any(isinstance(part, nn.Embedding) for part in module.modules()):
+                return module
+    return model
+
+
+def build(config: Mapping[str, Any], *, device: str = "cpu", record: bool = False) -> tuple[nn.Module, set[str]]:
+    """The reference model in float64, evaluation mode, and the config fields it reads (empty without `record`): dotted
+    names from the top of config.json, and those of the text config by themselves. The set grows when the model runs.
+
+    `model.config_reads` says which module read what. Raises UnknownArchitecture where there is no such model,
+    InputError where it cannot be built.
     """
-    reads: set[str] = set()
-    loaded = load_config(config, reads if record else None)
+    reads = Reads() if record else None
+    loaded = load_config(config, reads)
     cls = model_class(loaded, list(config.get("architectures") or []))
     previous = torch.get_default_dtype()
     try:
         torch.set_default_dtype(torch.float64)
-        with Promote(), torch.device(device):
+        with Promote(), torch.device(device), noting_arguments():
             model = cls(loaded)
     except Exception as error:
         found = f"{cls.__name__} refuses it: {_first_line(error)}"
         raise InputError("config.json", found=found, expected="a config that its own model accepts") from None
     finally:
         torch.set_default_dtype(previous)
-    return model.to(torch.float64).eval(), reads
+    model = model.to(torch.float64).eval()
+    allow_gradients(model)
+    if reads is None:
+        return model, set()
+    model.config_reads = reads  # type: ignore[assignment]
+    return model, reads.fields
 
 
 def redraw(model: nn.Module, generator: torch.Generator, gain: float = 1.0) -> None:
     """New random values for every parameter and every floating-point buffer that is saved, none of them zero or alike.
 
-    Matrices are scaled to keep the size of what passes through, vectors spread around one. Values are
+    Matrices are scaled to keep the size of what passes through, vectors spread around one. Vectors that are never
+    trained (selection biases) spread around zero, as wide as the scores that they are added to. Whole numbers are taken
+    as names of the rows of a matrix beside them: a row of a table gets different ones. Values are
     float32-representable, so that a float32 file holds them exactly.
     """
+    trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
     with torch.no_grad():
-        for tensor in state_of(model).values():
+        for name, tensor in state_of(model).items():
+            if not tensor.is_floating_point():
+                _redraw_names(model, name, tensor, generator)
+                continue
             noise = torch.randn(tensor.shape, generator=generator, dtype=torch.float64)
-            if tensor.ndim >= 2:
+            if name not in trained and tensor.numel() == max(tensor.shape, default=0):
+                tensor.copy_((0.8 * gain * noise - 0.2).float())
+            elif tensor.ndim >= 2:
                 tensor.copy_((noise * gain / tensor.shape[-1] ** 0.5).float())
             else:
                 tensor.copy_((1.0 + 0.3 * gain * noise).float())
 
 
+def _redraw_names(model: nn.Module, name: str, table: Tensor, generator: torch.Generator) -> None:
+    """Distinct random names in every row of the table [..., K], below the rows of the narrowest matrix beside it."""
+    owner = model.get_submodule(name.rpartition(".")[0])
+    rows = [p.shape[0] for p in owner.parameters(recurse=False) if p.ndim == 2 and p.shape[0] >= table.shape[-1]]
+    if table.ndim < 2 or not rows:
+        return
+    order = torch.rand(*table.shape[:-1], min(rows), generator=generator).argsort(-1)
+    table.copy_(order[..., : table.shape[-1]])
+
+
 def state_of(module: nn.Module) -> dict[str, Tensor]:
-    """Parameters and saved buffers by name, floating point only, detached and sharing memory: a bias that the optimizer
-    never sees is as much of what the module computes as a weight. A tensor under two names appears once."""
+    """Parameters and saved buffers by name, detached and sharing memory: a bias that the optimizer never sees, or a
+    table of whole numbers, is as much of what the module computes as a weight. What has two names appears once."""
     seen: set[int] = set()
     state = {}
     for name, tensor in module.state_dict().items():
-        if tensor.is_floating_point() and (not tensor.numel() or tensor.data_ptr() not in seen):
+        if (tensor.ndim or tensor.is_floating_point()) and (not tensor.numel() or tensor.data_ptr() not in seen):
             seen.add(tensor.data_ptr())
             state[name] = tensor.detach()
     return state
@@ -208,7 +298,15 @@ def on_disk(model: nn.Module, values: Mapping[str, Tensor] | None = None) -> dic
         }
 
 
+def inputs(model: nn.Module, ids: Tensor) -> dict[str, Any]:
+    """The arguments with which the text decoder reads ids [B, S] and nothing else."""
+    made: dict[str, Any] = {"input_ids": ids, "use_cache": False}
+    if getattr(model.config, "is_encoder_decoder", False):
+        made["decoder_input_ids"] = ids
+    return made
+
+
 def run(model: nn.Module, ids: Tensor, **kwargs: Any) -> Tensor:
     """Logits [B, S, V] of the reference for ids [B, S], float32 islands promoted."""
     with Promote():
-        return model(input_ids=ids, use_cache=False, **kwargs).logits
+        return model(**inputs(model, ids), **kwargs).logits
