@@ -1,5 +1,6 @@
 """The calls of a reference's modules as they were: arguments, outputs, and each module again as a pure function."""
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,7 +16,8 @@ class Undiscovered(Exception):
 
 @dataclass
 class Call:
-    """One call of a module: its arguments and its output, as they were. later: its further calls in the same pass."""
+    """One call of a module: its arguments and its output, as they were. later: its further calls in the same pass.
+    joined: the result is all outputs side by side, for a module whose outputs all matter."""
 
     path: str
     module: nn.Module
@@ -23,6 +25,7 @@ class Call:
     kwargs: dict[str, Any]
     output: Any
     later: list["Call"] = field(default_factory=list, repr=False)
+    joined: bool = False
 
     @property
     def has_stream(self) -> bool:
@@ -36,8 +39,11 @@ class Call:
 
     @property
     def result(self) -> Tensor:
-        """The first floating-point tensor of the output."""
-        return floats(self.output)[0]
+        """The first floating-point tensor of the output, or all of them joined."""
+        return self._result(self.output)
+
+    def _result(self, output: Any) -> Tensor:
+        return join(floats(output), 2) if self.joined else floats(output)[0]
 
     def replay(self, hidden: Tensor) -> Tensor:
         """The module as a pure function of its hidden input; every other argument as captured."""
@@ -53,7 +59,7 @@ class Call:
         args = tuple(swap(value) for value in self.args)
         kwargs = {name: swap(value) for name, value in self.kwargs.items()}
         with Promote():
-            return floats(self.module(*args, **kwargs))[0]
+            return self._result(self.module(*args, **kwargs))
 
     def replay_exactly(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The module called again with other arguments, float32 islands promoted."""
@@ -70,6 +76,12 @@ def floats(value: Any) -> list[Tensor]:
     if isinstance(value, (tuple, list)):
         return [tensor for item in value for tensor in floats(item)]
     return []
+
+
+def join(parts: Iterable[Tensor], leading: int) -> Tensor:
+    """Tensors side by side, the smaller first; all but their `leading` dimensions are flattened into one."""
+    flat = [part.reshape(*part.shape[:leading], -1) for part in parts]
+    return torch.cat(sorted(flat, key=lambda part: part.numel()), -1)
 
 
 def tensors(value: Any) -> list[Tensor]:

@@ -3,7 +3,7 @@
 import hashlib
 import inspect
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -21,6 +21,7 @@ from dayzero.onboard.layer_wiring import Unit, layer_parts
 from dayzero.onboard.prove import Attempt, prove
 from dayzero.onboard.reference import state_of
 from dayzero.onboard.shrink import layer_signatures, part_signature
+from dayzero.onboard.stream_wiring import has_streams, stream_layer
 from dayzero.runtime.nn import BLOCKS
 from dayzero.runtime.nn.wiring import text_of
 from dayzero.runtime.spec import BlockSpec, CheckpointId, LayerKind, LayerRun, ModelSpec, PartSpec, Proof
@@ -96,6 +97,7 @@ class Proven:
     tied: bool
     embed_scale: Evidence
     logits: tuple[str, Evidence]
+    merge: Attempt | None = None
 
 
 class _Prover:
@@ -110,12 +112,14 @@ class _Prover:
         self.known: dict[tuple, Attempt | None] = {}
         self.unproven: dict[str, Unproven] = {}
 
-    def best(self, roles: tuple[str, ...], path: str, signature: tuple) -> Attempt | None:
+    def best(self, roles: tuple[str, ...], path: str, signature: tuple, joined: bool = False) -> Attempt | None:
         """The best block for the module at `path`; None, with the reason in `unproven`, where there is none."""
         key = (roles, signature)
         if key not in self.known:
             self.tell(f"proving {path}")
             site = site_of(self.calls, path, self.config)
+            if joined:
+                site.call = replace(site.call, joined=True)
             attempts: list[Attempt] = []
             survivors: list[Attempt] = []
             for role in roles:
@@ -164,7 +168,8 @@ def prove_model(
             unproven += [item for item in error.unproven if item not in unproven]
     norm = prover.best(("norm",), parts.norm, ("final norm",))
     embed_norm = prover.best(("norm",), parts.embed_norm, ("embedding norm",)) if parts.embed_norm else None
-    outside = [path for path in (parts.norm, parts.embed_norm) if path in prover.unproven]
+    merge = prover.best(("merge",), parts.merge, ("merge",)) if parts.merge else None
+    outside = [path for path in (parts.norm, parts.embed_norm, parts.merge) if path in prover.unproven]
     unproven += [prover.unproven[path] for path in outside] + rotaries.unproven
     if unproven or norm is None:
         raise NotProven(unproven)
@@ -179,6 +184,7 @@ def prove_model(
         tied=head.weight is embed.weight,
         embed_scale=explain_factor(parts.embed_scale, embed, prover.config),
         logits=(kind, explain_factor(factor, reference, prover.config)),
+        merge=merge,
     )
     return proven, prover.attempts
 
@@ -188,6 +194,8 @@ def _prove_layer(prover: _Prover, rotaries: "_Rotaries", layer: str, signature: 
 
     Raises NotProven with what stays open, of the coarsest wiring.
     """
+    if has_streams(prover.calls[layer]):
+        return _prove_stream_layer(prover, rotaries, layer, signature)
     expanded: set[str] = set()
     first: list[Unproven] = []
     while True:
@@ -207,7 +215,7 @@ def _prove_layer(prover: _Prover, rotaries: "_Rotaries", layer: str, signature: 
             if attempt is None:
                 open_units.append(unit.path)
                 continue
-            uses = "table" in _arguments(attempt.candidate.block)
+            uses = _uses_tables(attempt.candidate)
             tables = rotaries.indices(prover.calls[path]) if uses else []
             proven.append(ProvenPart(unit, attempt, _factors(unit.reads, prover, layer), tables))
         if not open_units:
@@ -220,6 +228,39 @@ def _prove_layer(prover: _Prover, rotaries: "_Rotaries", layer: str, signature: 
         if not expandable:
             raise NotProven(first)
         expanded |= expandable
+
+
+def _prove_stream_layer(prover: _Prover, rotaries: "_Rotaries", layer: str, signature: Any) -> ProvenLayer:
+    """A layer between several streams: each block with the connection that feeds it, as one part."""
+    try:
+        wiring = stream_layer(prover.calls, layer)
+    except Undiscovered as error:
+        raise NotProven([Unproven("structure", str(error))]) from None
+    parts: list[ProvenPart] = []
+    unproven: list[Unproven] = []
+    reads = "x"
+    for item in wiring:
+        held: dict[str, Attempt] = {}
+        for name, roles in (("connection", ("connection",)), ("norm", ("norm",)), ("block", (item.name,))):
+            path = f"{layer}.{getattr(item, name)}"
+            key = (name, part_signature(signature, getattr(item, name)), _handed(prover.calls[path]))
+            attempt = prover.best(roles, path, key, joined=name == "connection")
+            if attempt is None:
+                unproven.append(prover.unproven.get(path) or Unproven(path, "no block reproduces it"))
+            else:
+                held[name] = attempt
+        if len(held) < 3:
+            continue
+        worst = max(held.values(), key=lambda attempt: attempt.error)
+        arguments = {name: attempt.candidate.below(getattr(item, name)) for name, attempt in held.items()}
+        candidate = Candidate("HyperConnected", dict(arguments), {})
+        unit = Unit(item.name, "", item.name, {reads: 1.0})
+        tables = rotaries.indices(prover.calls[f"{layer}.{item.block}"]) if _uses_tables(candidate) else []
+        parts.append(ProvenPart(unit, replace(worst, candidate=candidate), _factors(unit.reads, prover, layer), tables))
+        reads = item.name
+    if unproven:
+        raise NotProven(unproven)
+    return ProvenLayer(parts, _factors({reads: 1.0}, prover, layer))
 
 
 def _scale(unit: Unit) -> Attempt:
@@ -297,6 +338,9 @@ def specification_of(
     embed_norm = None
     if proven.embed_norm is not None and parts.embed_norm is not None:
         embed_norm = _block(proven.embed_norm, model.get_submodule(parts.embed_norm), config, parts.embed_norm)
+    merge = None
+    if proven.merge is not None and parts.merge is not None:
+        merge = _block(proven.merge, model.get_submodule(parts.merge), config, parts.merge)
     return ModelSpec(
         name=name,
         checkpoint=identity,
@@ -309,6 +353,8 @@ def specification_of(
         head_bias=getattr(head, "bias", None) is not None,
         logit_scale=value if relation == "scale" else 1.0,
         logit_softcap=value if relation == "softcap" else None,
+        streams=_streams(proven, model, config),
+        merge=merge,
         layer_kinds=kinds,
         layers=runs,
         norm=_block(proven.norm, model.get_submodule(parts.norm), config, parts.norm),
@@ -316,6 +362,15 @@ def specification_of(
         initializer_range=float(getattr(config, "initializer_range", None) or 0.02),
         max_positions=getattr(config, "max_position_embeddings", None),
     )
+
+
+def _streams(proven: Proven, model: nn.Module, config: Any) -> int:
+    """How many copies of the embeddings the layers pass on, as the first layer's connection has it."""
+    if proven.parts.streams == 1:
+        return 1
+    connection = proven.layers[0].parts[0].attempt.candidate.arguments["connection"]
+    spec = connection.resolve(model.get_submodule(f"{proven.parts.layers}.0"), config)
+    return spec.arguments["streams"]
 
 
 def _layer_kind(model: nn.Module, config: Any, proven: Proven, shrunk: int, index: int) -> LayerKind:
@@ -329,11 +384,26 @@ def _layer_kind(model: nn.Module, config: Any, proven: Proven, shrunk: int, inde
     for part in proven.layers[shrunk].parts:
         where = f"{proven.parts.layers}.{{layer}}.{part.unit.path}"
         block = _block(part.attempt, layer.get_submodule(part.path), config, where)
-        if part.tables and "table" in _arguments(block.block):
-            chosen = part.tables[block.arguments.get("table", 0)]
-            block = block.model_copy(update={"arguments": {**block.arguments, "table": chosen}})
+        block = _with_tables(block, part.tables)
         held.append(PartSpec(name=part.unit.name, block=block, reads=sum_text(part.factors)))
     return LayerKind(parts=held, gives=sum_text(proven.layers[shrunk].gives))
+
+
+def _uses_tables(candidate: Candidate) -> bool:
+    """Whether the block, or one inside it, reads rotary tables."""
+    inner = [argument for argument in candidate.arguments.values() if isinstance(argument, Candidate)]
+    return "table" in _arguments(candidate.block) or any(map(_uses_tables, inner))
+
+
+def _with_tables(block: BlockSpec, tables: list[int]) -> BlockSpec:
+    """The block and those inside it, reading the model's rotary tables instead of the ones it was handed."""
+    arguments = {
+        name: _with_tables(value, tables) if isinstance(value, BlockSpec) else value
+        for name, value in block.arguments.items()
+    }
+    if tables and "table" in _arguments(block.block):
+        arguments["table"] = tables[arguments.get("table", 0)]
+    return block.model_copy(update={"arguments": arguments})
 
 
 def _arguments(block: str) -> Collection[str]:
@@ -361,6 +431,8 @@ def load_reference(model: nn.Module, reference: nn.Module, proven: Proven) -> No
     places = [("norm", parts.norm, proven.norm)]
     if proven.embed_norm is not None:
         places.append(("embed_norm", str(parts.embed_norm), proven.embed_norm))
+    if proven.merge is not None:
+        places.append(("merge", str(parts.merge), proven.merge))
     for index, layer in enumerate(proven.layers):
         for part in layer.parts:
             path = f"{parts.layers}.{index}.{part.path}".rstrip(".")

@@ -34,8 +34,9 @@ __all__ = [
 @dataclass
 class ModelParts:
     """Paths of the parts. layers: path of the list, of `count` members. embed_scale: what multiplies the rows of the
-    embedding table. logits: ("scale", s) for s * head, ("softcap", c) for c * tanh(head / c). calls: of the whole
-    forward pass by path."""
+    embedding table. logits: ("scale", s) for s * head, ("softcap", c) for c * tanh(head / c). streams: how many
+    copies of the embeddings the layers pass on; merge: what makes one of them again. calls: of the whole forward pass
+    by path."""
 
     embed: str
     embed_scale: float
@@ -45,6 +46,8 @@ class ModelParts:
     norm: str
     head: str
     logits: tuple[str, float]
+    streams: int = 1
+    merge: str | None = None
     calls: dict[str, Call] = field(repr=False, default_factory=dict)
 
 
@@ -55,6 +58,11 @@ def discover(model: nn.Module, ids: Tensor) -> ModelParts:
     layers = _layer_list(model, calls)
     count = len(model.get_submodule(layers))  # type: ignore[arg-type]
     first, last = _stream(calls[f"{layers}.0"], calls.get(f"{layers}.1")), calls[f"{layers}.{count - 1}"].result
+    streams, merge = 1, None
+    if first.ndim == 4 and all(torch.equal(first[:, :, 0], first[:, :, i]) for i in range(first.shape[2])):
+        streams, first = first.shape[2], first[:, :, 0]
+        merge = _only("merge of the streams", [p for p, c in calls.items() if c.has_stream and _reads(c, last)])
+        last = calls[merge].result
     scale, embed_norm = _before_layers(calls, embed, layers, first, ids)
     head, relation = _head(model, calls, logits)
     norm = _only(
@@ -64,7 +72,11 @@ def discover(model: nn.Module, ids: Tensor) -> ModelParts:
         else [],
         deepest=True,
     )
-    return ModelParts(embed, scale, embed_norm, layers, count, norm, head, relation, calls)
+    return ModelParts(embed, scale, embed_norm, layers, count, norm, head, relation, streams, merge, calls)
+
+
+def _reads(call: Call, value: Tensor) -> bool:
+    return call.hidden.shape == value.shape and same(call.hidden, value)
 
 
 def _embedding(model: nn.Module, calls: Mapping[str, Call], ids: Tensor) -> str:

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from dayzero.onboard.calls import join
 from dayzero.onboard.candidates import Candidate, Site, propose
 from dayzero.onboard.reference import redraw, state_of
 from dayzero.onboard.trace import trace
@@ -70,11 +71,11 @@ def block_function(site: Site, block: nn.Module, *, exact: bool = True) -> Calla
     context = site.context
 
     def call(hidden: Tensor) -> Tensor:
-        flat = hidden.reshape(-1, shape[-1])
+        flat = hidden.flatten(0, 1) if hidden.ndim == 4 else hidden.reshape(-1, shape[-1])
         # The fused attention recomputes probabilities from a log-sum-exp, which loses digits once softmax saturates.
         with sdpa_kernel(SDPBackend.MATH) if exact else contextlib.nullcontext():
             out = block(flat, context) if getattr(block, "uses_context", False) else block(flat)
-        return out.reshape(site.call.result.shape)
+        return (join(out, 1) if isinstance(out, tuple) else out).reshape(site.call.result.shape)
 
     return call
 

@@ -158,6 +158,8 @@ class ModelSpec(Record):
     head_bias: bool = False
     logit_scale: float = 1.0
     logit_softcap: float | None = None
+    streams: int = 1
+    merge: BlockSpec | None = None
     layer_kinds: list[LayerKind]
     layers: list[LayerRun]
     norm: BlockSpec
@@ -187,13 +189,15 @@ class ModelSpec(Record):
             head_bias=self.head_bias,
             logit_scale=self.logit_scale,
             logit_softcap=self.logit_softcap,
+            streams=self.streams,
+            merge=self.merge.build() if self.merge is not None else None,
         )
 
     def blocks(self) -> list[BlockSpec]:
         """Every distinct block, layers first."""
         found: list[BlockSpec] = []
         layers = [block for kind in self.layer_kinds for block in kind.blocks.values()]
-        outside = [self.norm, *([self.embed_norm] if self.embed_norm is not None else []), *self.rotaries]
+        outside = [self.norm, *(block for block in (self.embed_norm, self.merge) if block is not None), *self.rotaries]
         for block in (*layers, *outside):
             if block not in found:
                 found.append(block)

@@ -14,6 +14,8 @@ from dayzero.onboard.candidates.feed_forward import propose_feed_forward
 from dayzero.onboard.candidates.latent_attention import propose_latent_attention
 from dayzero.onboard.candidates.moe import propose_moe
 from dayzero.onboard.candidates.norm import propose_norm
+from dayzero.onboard.candidates.state_space import propose_mamba2
+from dayzero.onboard.candidates.streams import propose_connection, propose_merge
 
 # Role of a layer's part -> what may propose blocks for it. A new kind of block joins by adding its proposer here.
 PROPOSERS: dict[str, tuple[Callable[[Site], list[Candidate]], ...]] = {
@@ -22,8 +24,11 @@ PROPOSERS: dict[str, tuple[Callable[[Site], list[Candidate]], ...]] = {
         propose_attention,
         propose_latent_attention,
         propose_delta_rule,
+        propose_mamba2,
     ),
     "ffn": (propose_feed_forward, propose_moe),
+    "connection": (propose_connection,),
+    "merge": (propose_merge,),
 }
 
 

@@ -58,6 +58,13 @@ def present(parameter: str) -> Evidence:
     )
 
 
+def below(path: str, evidence: Evidence) -> Evidence:
+    """Evidence about the child at `path`, as evidence about its parent."""
+    return Evidence(
+        f"{path}: {evidence.label}", lambda module, config: evidence.resolve(module.get_submodule(path), config)
+    )
+
+
 @dataclass
 class Candidate:
     """arguments: of the block's constructor, those that are blocks as candidates themselves. parameters: block
@@ -90,6 +97,15 @@ class Candidate:
         if self.when is not None and not self.when.resolve(module, config):
             return None
         return self.spec(module, config)
+
+    def below(self, path: str) -> "Candidate":
+        """The same claim about the child at `path` of a module, as a claim about that module."""
+        arguments = {
+            name: argument.below(path) if isinstance(argument, Candidate) else below(path, argument)
+            for name, argument in self.arguments.items()
+        }
+        parameters = {name: source.renamed(lambda held: f"{path}.{held}") for name, source in self.parameters.items()}
+        return Candidate(self.block, arguments, parameters, below(path, self.when) if self.when else None)
 
     @property
     def label(self) -> str:

@@ -15,10 +15,12 @@ from .feed_forward import FeedForward, GatedFeedForward
 from .gated_activation import ClampedGLU, OaiSwiGLU, SoftcappedGLU
 from .gated_delta_net import GatedDeltaNet
 from .hash_router import HashRouter
+from .hyper_connection import HyperConnected, HyperConnection, StreamMean, StreamMerge
 from .indexer import LightningIndexer
 from .joint_router import JointRouter
 from .latent_attention import LatentAttention
 from .layer_norm import LayerNorm
+from .mamba2 import Mamba2
 from .moe import MixtureOfExperts
 from .norm import GatedRMSNorm, RMSNorm, ScaledFirstRMSNorm, SelfGatedRMSNorm
 from .product_key_router import ProductKeyRouter
@@ -44,10 +46,13 @@ BLOCKS = {
         GroupLimit,
         GroupedQueryAttention,
         HashRouter,
+        HyperConnected,
+        HyperConnection,
         JointRouter,
         LatentAttention,
         LayerNorm,
         LightningIndexer,
+        Mamba2,
         MixtureOfExperts,
         Normalise,
         OaiSwiGLU,
@@ -59,6 +64,8 @@ BLOCKS = {
         SelfGatedRMSNorm,
         SoftcappedGLU,
         SparseMixerRouter,
+        StreamMean,
+        StreamMerge,
         TopOneRouter,
     )
 }
@@ -79,10 +86,13 @@ __all__ = [
     "GroupLimit",
     "GroupedQueryAttention",
     "HashRouter",
+    "HyperConnected",
+    "HyperConnection",
     "JointRouter",
     "LatentAttention",
     "LayerNorm",
     "LightningIndexer",
+    "Mamba2",
     "MixtureOfExperts",
     "Normalise",
     "OaiSwiGLU",
@@ -95,5 +105,7 @@ __all__ = [
     "SelfGatedRMSNorm",
     "SoftcappedGLU",
     "SparseMixerRouter",
+    "StreamMean",
+    "StreamMerge",
     "TopOneRouter",
 ]

@@ -15,7 +15,8 @@ class CausalLM(nn.Module):
 
     rotaries: the tables that layers choose from, in order. tied: the head reuses the embedding matrix; otherwise it has
     its own, [V, H]. embed_scale multiplies the embeddings, embed_norm follows them. The logits are logit_softcap *
-    tanh(logit_scale * (W x + b) / logit_softcap); logit_softcap None: just scaled.
+    tanh(logit_scale * (W x + b) / logit_softcap); logit_softcap None: just scaled. streams: copies of the embeddings
+    that layers pass on, [T, streams, H]; merge makes [T, H] of them after the last layer.
     """
 
     def __init__(
@@ -31,6 +32,8 @@ class CausalLM(nn.Module):
         head_bias: bool = False,
         logit_scale: float = 1.0,
         logit_softcap: float | None = None,
+        streams: int = 1,
+        merge: nn.Module | None = None,
     ):
         super().__init__()
         self.embed = nn.Embedding(vocabulary, hidden)
@@ -39,6 +42,7 @@ class CausalLM(nn.Module):
         self.rotaries = nn.ModuleList(rotaries)
         self.embed_scale, self.embed_norm = embed_scale, embed_norm
         self.logit_scale, self.logit_softcap = logit_scale, logit_softcap
+        self.streams, self.merge = streams, merge
         self.head = None if tied else nn.Linear(hidden, vocabulary, bias=False)
         self.head_bias = nn.Parameter(torch.empty(vocabulary)) if head_bias else None
 
@@ -67,8 +71,12 @@ class CausalLM(nn.Module):
             x = self.embed_norm(x)
         tables = tuple(rotary(position, x.dtype) for rotary in self.rotaries)
         context = Context(cu_seqlens, lengths, position, tables, ids)
+        if self.streams > 1:
+            x = x[:, None].expand(-1, self.streams, -1)
         for layer in self.layers:
             x = layer(x, context)
+        if self.merge is not None:
+            x = self.merge(x)
         x = self.norm(x)
         weight = self.embed.weight if self.head is None else self.head.weight
         head = Head(weight, self.head_bias, self.logit_scale, self.logit_softcap)
