@@ -9,6 +9,8 @@ import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from dayzero.runtime.errors import InputError
+from dayzero.runtime.moments import Kept
+from dayzero.runtime.parameter_roles import ROLES, Role
 from dayzero.runtime.precision import Precision
 
 
@@ -41,16 +43,31 @@ class Data(Section):
         return self
 
 
-class Optimizer(Section):
-    """AdamW, with warmup and cosine decay."""
+class Group(Section):
+    """What differs for the parameters of one role."""
 
+    lr: float = Field(default=1.0, gt=0, description="times optimizer.lr")
+    weight_decay: float | None = Field(default=None, ge=0, description="null: optimizer.weight_decay, 0 for vectors")
+    name: Literal["adamw", "muon"] | None = Field(default=None, description="null: as optimizer.name says")
+
+
+class Optimizer(Section):
+    """AdamW or Muon, with warmup and cosine decay."""
+
+    name: Literal["adamw", "muon"] = Field(default="adamw", description="muon: for matrices and experts; adamw for all")
     lr: float = Field(default=1e-4, gt=0, description="peak learning rate")
     warmup: int = Field(default=10, ge=0, description="steps up to the peak")
     floor: float = Field(default=0.1, ge=0, le=1, description="last learning rate, as a part of the peak")
     betas: tuple[float, float] = Field(default=(0.9, 0.95), description="decay of the two moments")
     eps: float = Field(default=1e-8, gt=0, description="added to the root of the second moment")
+    momentum: float = Field(default=0.95, ge=0, lt=1, description="of muon")
     weight_decay: float = Field(default=0.0, ge=0, description="of matrices; vectors do not decay")
     clip: float = Field(default=1.0, gt=0, description="largest norm of all gradients together")
+    states: Kept = Field(default="fp32", description="how moments of matrices are kept: fp32, bf16 or 8bit")
+    offload: bool = Field(default=False, description="keep moments in host memory between steps")
+    groups: dict[Role, Group] = Field(
+        default={}, description="by role, e.g. {router: {lr: 0.1, weight_decay: 0}}; roles: " + ", ".join(ROLES)
+    )
 
 
 class Lora(Section):
@@ -140,12 +157,15 @@ def load_config(base: Path | dict[str, Any] | None, overrides: Iterable[str] = (
             raise InputError(f"--set {override}", found="no value", expected="section.key=value")
         source[key] = f"--set {key}"
         _check_key(key, source[key])
-        section, _, name = key.partition(".")
         try:
             value = yaml.safe_load(text)
         except yaml.YAMLError:
             raise InputError(source[key], found=text, expected="a YAML value") from None
-        tree.setdefault(section, {})[name] = value
+        *owners, name = key.split(".")
+        place = tree
+        for owner in owners:
+            place = place.setdefault(owner, {})
+        place[name] = value
     try:
         return TrainConfig.model_validate(tree)
     except ValidationError as error:
@@ -161,8 +181,10 @@ def render_yaml(config: TrainConfig) -> str:
     lines = ["# Settings of `runtime train`. Override any of them with --set section.key=value."]
     for section, values in config:
         lines += ["", f"# {type(values).__doc__}", f"{section}:"]
+        plain, told = values.model_dump(mode="json"), values.model_dump(mode="json", exclude_defaults=True)
         for name, field in type(values).model_fields.items():
-            value = yaml.safe_dump(_plain(getattr(values, name)), default_flow_style=True, width=1000)
+            value = plain[name] if not isinstance(plain[name], dict) else told.get(name, {})
+            value = yaml.safe_dump(value, default_flow_style=True, width=1000)
             text = value.removesuffix("\n").removesuffix("\n...")
             lines.append(f"  {name}: {text}".ljust(28) + f"  # {field.description}")
     return "\n".join(lines) + "\n"
@@ -191,13 +213,9 @@ def _leaves(tree: dict[str, Any]) -> Iterator[tuple[str, Any]]:
 
 def _check_key(key: str, where: str) -> None:
     known = known_keys()
-    if key not in known:
+    if key not in known and not key.startswith("optimizer.groups."):
         names = {name.partition(".")[2]: name for name in known}
         near = difflib.get_close_matches(key, known, 1, 0.5)
         near = near or [names[name] for name in difflib.get_close_matches(key.rpartition(".")[2], list(names), 1)]
         hint = f"Did you mean {near[0]}?" if near else f"There are {', '.join(known)}."
         raise InputError(where, found="unknown setting", expected="a known one", hint=hint)
-
-
-def _plain(value: Any) -> Any:
-    return list(value) if isinstance(value, tuple) else value

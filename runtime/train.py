@@ -19,7 +19,7 @@ from dayzero.runtime.load import load_checkpoint, load_random
 from dayzero.runtime.lora import reset_lora
 from dayzero.runtime.metrics import MetricsLog, StepMetrics
 from dayzero.runtime.nn import CausalLM, MixtureOfExperts
-from dayzero.runtime.optimizer import clip_gradients, gradient_norm, make_optimizer
+from dayzero.runtime.optimizer import Optimizer, clip_gradients, gradient_norm, make_optimizer
 from dayzero.runtime.package import Package, load_package
 from dayzero.runtime.packing import Batch, Packer
 from dayzero.runtime.parallel import make_meshes, parallelise
@@ -50,8 +50,7 @@ def train(job: Job, device: torch.device) -> None:
     model = build_model(package, job, device)
     for line in (*job.notes, _description(package, model, job, device)):
         say(line)
-    settings = config.optimizer
-    optimizer = make_optimizer(model, settings.lr, settings.betas, settings.eps, settings.weight_decay)
+    optimizer = make_optimizer(model, config.optimizer)
     done = checkpointing.restore(job.run, model, optimizer, say) if job.resume else 0
     if job.resume:
         say(f"resuming after step {done}" if done else "no checkpoint yet: starting from step 0")
@@ -107,7 +106,7 @@ def build_model(package: Package, job: Job, device: torch.device) -> CausalLM:
 
 def train_step(
     model: CausalLM,
-    optimizer: torch.optim.Optimizer,
+    optimizer: Optimizer,
     batches: Sequence[Batch],
     job: Job,
     step: int,
@@ -137,8 +136,7 @@ def train_step(
     clip_gradients(model.parameters(), config.optimizer.clip, norm)
     settings = config.optimizer
     lr = learning_rate(step, steps=config.train.steps, peak=settings.lr, warmup=settings.warmup, floor=settings.floor)
-    for group in optimizer.param_groups:
-        group["lr"] = lr
+    optimizer.set_lr(lr)
     optimizer.step()
 
     peak = torch.tensor(peak_bytes(device), device=device)

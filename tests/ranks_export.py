@@ -8,6 +8,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from dayzero.runtime import checkpointing
+from dayzero.runtime.config import Optimizer
 from dayzero.runtime.headers import read_headers
 from dayzero.runtime.load import load_checkpoint
 from dayzero.runtime.lora import apply_lora, reset_lora
@@ -33,7 +34,7 @@ def train(package_folder: Path, run: Path, lora: bool) -> Tensor:
     adapters = [name for name, _ in model.named_parameters() if "lora_" in name]
     load_checkpoint(model, package.rules, package.checkpoint, read_headers(package.checkpoint), elsewhere=adapters)
     reset_lora(model, torch.Generator().manual_seed(0))
-    optimizer = make_optimizer(model, 0.02, (0.9, 0.95), 1e-8, 0.0)
+    optimizer = make_optimizer(model, Optimizer(lr=0.02))
     ids, cu_seqlens = torch.arange(11) * 13, torch.tensor([0, 11])
     for step in (1, 2):
         model(ids, cu_seqlens, ids.roll(-1)).div(11 * world).backward()

@@ -4,6 +4,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
+from dayzero.runtime.config import Optimizer
 from dayzero.runtime.lora import apply_lora
 from dayzero.runtime.nn import Experts
 from dayzero.runtime.optimizer import make_optimizer
@@ -24,7 +25,7 @@ def held(spec: str, layout: tuple[int, int, int], mode: str, precision, stored: 
     experts = {id(p) for module in model.modules() if isinstance(module, Experts) for p in module.parameters()}
     for parameter in model.parameters():
         torch.nn.init.constant_(local(parameter), 0.01)
-    optimizer = make_optimizer(model, 1e-3, (0.9, 0.95), 1e-8, 0.0)
+    optimizer = make_optimizer(model, Optimizer(lr=1e-3))
     ids = (torch.arange(8) * 7 + dist.get_rank()) % 300
     model(ids, torch.tensor([0, 8]), ids.roll(-1)).backward()
     optimizer.step()

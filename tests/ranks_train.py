@@ -9,6 +9,7 @@ from torch.distributed.checkpoint import state_dict_saver
 from torch.distributed.tensor import DTensor
 
 from dayzero.runtime import checkpointing
+from dayzero.runtime.config import Optimizer
 from dayzero.runtime.job import Job
 from dayzero.runtime.load import load_random
 from dayzero.runtime.optimizer import make_optimizer
@@ -29,7 +30,7 @@ def sharded(package: Path, layout: tuple[int, int, int], seed: int):
     parallelise(model, make_meshes(Layout(*layout), "cpu"))
     model.to_empty(device="cpu")
     load_random(model, fresh, 0.1, seed)
-    optimizer = make_optimizer(model, 1e-2, (0.9, 0.95), 1e-8, 0.0)
+    optimizer = make_optimizer(model, Optimizer(lr=1e-2))
     ids = torch.arange(24) * 7 % 300
     model(ids, torch.tensor([0, 10, 24]), ids.roll(-1)).backward()
     optimizer.step()

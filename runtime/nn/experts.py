@@ -1,5 +1,7 @@
 """One container for the routed experts of a layer, whatever their number and form."""
 
+from typing import ClassVar
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -20,6 +22,8 @@ class Experts(nn.Module):
     forward(x, counts): x [M, H] sorted by expert, counts [E] int64 rows of each -> [M, H], zero behind the last.
     Under expert parallelism the parameters are DTensors sharded on E, and counts are those of the local experts.
     """
+
+    joined_matrices: ClassVar = {"gate_up": 2}  # an optimizer of matrices takes gate and up apart
 
     def __init__(self, experts: int, hidden: int, width: int, act: Gate, is_gated: bool = True, bias: bool = False):
         super().__init__()
