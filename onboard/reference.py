@@ -10,7 +10,7 @@ import contextlib
 import importlib
 import json
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -36,21 +36,37 @@ class UnknownArchitecture(Exception):
     """transformers has no class for this config; the message says why."""
 
 
-class ForceTopK(TorchFunctionMode):
-    """Replaces the indices of the n-th `topk` call by `choices[n]` (rows as in the call), values gathered to match."""
+class NoteTopK(TorchFunctionMode):
+    """Notes every `topk`: how many it chose from, and how many it chose."""
 
-    def __init__(self, choices: list[Tensor]):
+    def __init__(self) -> None:
         super().__init__()
-        self.choices, self.calls = choices, 0
+        self.seen: list[tuple[int, int]] = []
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
-        kwargs = kwargs or {}
+        output = func(*args, **(kwargs or {}))
         if getattr(func, "__name__", "") == "topk":
+            self.seen.append((args[0].shape[-1], output.indices.shape[-1]))
+        return output
+
+
+class ForceTopK(TorchFunctionMode):
+    """Replaces what routers choose: the indices of the n-th `topk` that is like one of a router (as many to choose from,
+    as many chosen) by `choices[n]`, rows as in the call, values gathered to match. Other calls, of groups of experts or
+    of sparse attention, are left alone. like: (classes, top_k) of the routers."""
+
+    def __init__(self, choices: list[Tensor], like: Collection[tuple[int, int]]):
+        super().__init__()
+        self.choices, self.like, self.calls = choices, like, 0
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        output = func(*args, **(kwargs or {}))
+        if getattr(func, "__name__", "") == "topk" and (args[0].shape[-1], output.indices.shape[-1]) in self.like:
             scores = args[0]
             index = self.choices[self.calls].reshape(*scores.shape[:-1], -1)
             self.calls += 1
             return torch.return_types.topk((scores.gather(-1, index), index))
-        return func(*args, **kwargs)
+        return output
 
 
 def load_config(config: Mapping[str, Any], reads: Reads | None = None) -> Any:

@@ -9,7 +9,7 @@ import contextlib
 import math
 import os
 import tempfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from dayzero.onboard.align.ladder import THRESHOLDS, Rung, judge
 from dayzero.onboard.checkpoint import Checkpoint
 from dayzero.onboard.prove import relative_error
-from dayzero.onboard.reference import ForceTopK, Promote, build, load_config, model_class, on_disk, quiet, redraw
+from dayzero.onboard.reference import ForceTopK, NoteTopK, Promote, build, load_config, model_class, on_disk, quiet, redraw
 from dayzero.onboard.shrink import SEQUENCE
 from dayzero.runtime.package import Package
 from dayzero.runtime.safetensors_reader import SafetensorsReader, TensorsReader
@@ -63,13 +63,13 @@ def _compare(generated: Package, config: Mapping[str, Any], dtype: torch.dtype) 
     ours, reference = ours.to(dtype), reference.to(dtype)
     documents = [torch.randint(3, generated.spec.vocabulary, (n,), generator=generator) for n in LENGTHS]
     tokens = sum(LENGTHS)
-    routed = [module for module in ours.modules() if hasattr(module, "top_k")]
-    choices = [_choose(tokens, module.experts, module.top_k, generator) for module in routed]  # type: ignore[attr-defined]
+    like, chosen = _routing(ours, reference, documents[0])
+    choices = [_choose(tokens, experts, top_k, generator) for experts, top_k in chosen]
     errors = {}
     for routing in ("natural", "forced") if choices else ("natural",):
         forced = choices if routing == "forced" else None
-        theirs = _reference_pass(reference, documents, forced, dtype)
-        got = _our_pass(ours, documents, forced)
+        theirs = _reference_pass(reference, documents, forced, like, dtype)
+        got = _our_pass(ours, documents, forced, like)
         label = f"{str(dtype).removeprefix('torch.')}, {routing} routing"
         errors[f"{label}: logits"] = relative_error(got["logits"], theirs["logits"])
         errors[f"{label}: loss"] = relative_error(got["loss"], theirs["loss"])
@@ -79,6 +79,22 @@ def _compare(generated: Package, config: Mapping[str, Any], dtype: torch.dtype) 
             grad = rule.read(TensorsReader(wanted), shapes)
             errors[f"{label}: gradient of {name}"] = relative_error(got["gradients"][name], grad.to(dtype), floor)
     return errors
+
+
+def _routing(ours: nn.Module, reference: nn.Module, ids: Tensor) -> tuple[set[tuple[int, int]], list[tuple[int, int]]]:
+    """(classes, top_k) of our routers, and of their choices in the order of one pass; none where the reference does not
+    choose in the same order, as where a table of the token ids decides."""
+    like = {
+        (module.experts, module.top_k)  # type: ignore[attr-defined]
+        for module in ours.modules()
+        if hasattr(module, "top_k") and hasattr(module, "experts")
+    }
+    with torch.no_grad(), NoteTopK() as mine:
+        ours(ids, torch.tensor([0, len(ids)]))
+    with torch.no_grad(), NoteTopK() as theirs:
+        reference(input_ids=ids[None], use_cache=False)
+    mine_chosen, chosen = ([pair for pair in noted.seen if pair in like] for noted in (mine, theirs))
+    return like, chosen if chosen == mine_chosen else []
 
 
 def _choose(tokens: int, experts: int, top_k: int, generator: torch.Generator) -> Tensor:
@@ -94,12 +110,16 @@ def _loss(logits: Tensor, documents: list[Tensor]) -> Tensor:
 
 
 def _reference_pass(
-    model: nn.Module, documents: list[Tensor], forced: list[Tensor] | None, dtype: torch.dtype
+    model: nn.Module,
+    documents: list[Tensor],
+    forced: list[Tensor] | None,
+    like: Collection[tuple[int, int]],
+    dtype: torch.dtype,
 ) -> dict[str, Any]:
     parts, start = [], 0
     for document in documents:
         mine = [choice[start : start + len(document)] for choice in forced or []]
-        force = ForceTopK(mine) if forced is not None else None
+        force = ForceTopK(mine, like) if forced is not None else None
         kwargs = {"input_ids": document[None], "use_cache": False}
         with Promote() if dtype == torch.float64 else contextlib.nullcontext(), force or contextlib.nullcontext():
             parts.append(model(**kwargs).logits[0])
@@ -114,9 +134,11 @@ def _reference_pass(
     return {"logits": logits.detach(), "loss": loss.detach(), "gradients": gradients}
 
 
-def _our_pass(model: nn.Module, documents: list[Tensor], forced: list[Tensor] | None) -> dict[str, Any]:
+def _our_pass(
+    model: nn.Module, documents: list[Tensor], forced: list[Tensor] | None, like: Collection[tuple[int, int]]
+) -> dict[str, Any]:
     bounds = torch.tensor([0, *torch.tensor([len(d) for d in documents]).cumsum(0).tolist()])
-    with sdpa_kernel(SDPBackend.MATH), ForceTopK(forced) if forced is not None else contextlib.nullcontext():
+    with sdpa_kernel(SDPBackend.MATH), ForceTopK(forced, like) if forced is not None else contextlib.nullcontext():
         logits = model(torch.cat(documents), bounds)
     loss = _loss(logits, documents)
     names = dict(model.named_parameters())
