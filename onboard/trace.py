@@ -54,6 +54,7 @@ _FREE = {"add", "mul", "matmul", "neg"}
 _SAME = (
     ({"rsqrt"}, {"sqrt", "div"}),
     ({"max", "softmax"}, {"softmax"}),  # softmax of what its maximum was taken from already
+    ({"logsumexp", "sigmoid", "softmax"}, {"softmax"}),  # what a sink leaves of a row, as a factor of the row
     ({"softplus"}, {"exp", "log", "gt"}),  # written out, with the threshold above which it is its input
 )
 # Comparisons with 0 or an infinity that only ask what a mask hides.

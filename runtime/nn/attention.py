@@ -1,30 +1,60 @@
-"""Causal softmax attention with grouped key/value heads (Ainslie et al. 2023, arXiv:2305.13245)."""
+"""Softmax attention with grouped key/value heads (Ainslie et al. 2023, arXiv:2305.13245)."""
 
-from typing import Literal
+from typing import ClassVar, Literal
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from .attend import Bias, Visibility, attend
 from .context import Context
 from .linear import reset_linear
 from .norm import RMSNorm
+from .query_scale import QueryScale, query_scale
 from .rotary import RotaryStyle, rotate
 
 QKNorm = Literal["none", "head", "whole"]
+OutputGate = Literal["sigmoid", "softplus", "silu", "tanh"]
+
+_GATES = {"sigmoid": torch.sigmoid, "softplus": F.softplus, "silu": F.silu, "tanh": torch.tanh}
 
 
 class GroupedQueryAttention(nn.Module):
-    """x: [T, H] -> [T, H]; each token attends to itself and to what precedes it in its own document.
+    """x: [T, H] -> [T, out]; each token attends to itself and to what precedes it in its own document.
 
-    qk_norm: RMS norm of queries and keys, over each head ("head") or over all heads at once ("whole"),
-    before the rotary embedding. window: attend to the last `window` tokens only.
-    clip: queries, keys and values are clamped to [-clip, clip] right after their projections (and norms).
-    table: which of the model's rotary tables this layer uses.
+    query, key, value = the projections of x, each normed, scaled and turned as said below;
+    output(gate * softmax(scale * query key^T) value).
+
+    Projections. value_dim: size of a value head where it is not head_dim. out: width of the output where it is not H.
+    value_is_key: values are the projected keys, before their norm. clip: the projections are clamped to [-clip, clip],
+    after a norm of whole vectors and before one of heads.
+    Norms. qk_norm: RMS norm of queries and keys over each head ("head") or over all heads at once ("whole");
+    qk_norm_scaled: with a weight; qk_norm_after_rotary: not before the rotation but after it. value_norm_eps,
+    output_norm_eps: RMS norm without weight of each head's value, or of what each head has gathered.
+    Factors. query_factor, key_factor, value_factor multiply these after the norms. query_scale: queries grow with
+    their position (`query_scale.py`), with query_scale_factor and query_scale_length.
+    Rotation. rotary: the pairs of channels that turn by the model's table number `table`, None for no positions;
+    rotary_last: the last channels of a head turn, where the table has fewer than a head.
+    Visibility. window: the last `window` tokens only. chunk: those in the same run of `chunk` positions only.
+    causal: False lets tokens also see what follows. softcap: scores are softcap * tanh(scores / softcap).
+    sinks: a learned logit a head takes attention and gives nothing.
+    Gate. gate: what each head has gathered is multiplied by gate(projection of x): one number a channel, or one a head
+    (gate_per_head). gate_bias: a learned number a head is added before the activation.
     """
 
     uses_context = True
-    lora_targets = ("query", "key", "value", "output")
+    lora_targets = ("query", "key", "value", "gate", "output")
+    parallel_roles: ClassVar[dict[str, str]] = {
+        "query": "column",
+        "key": "column",
+        "value": "column",
+        "query_norm": "replicate",
+        "key_norm": "replicate",
+        "gate": "column",
+        "gate_bias": "column",
+        "sinks": "column",
+        "output": "row",
+    }
 
     def __init__(
         self,
@@ -42,68 +72,142 @@ class GroupedQueryAttention(nn.Module):
         window: int | None = None,
         clip: float | None = None,
         table: int = 0,
+        *,
+        value_dim: int | None = None,
+        out: int | None = None,
+        value_is_key: bool = False,
+        qk_norm_scaled: bool = True,
+        qk_norm_after_rotary: bool = False,
+        value_norm_eps: float | None = None,
+        output_norm_eps: float | None = None,
+        query_factor: float = 1.0,
+        key_factor: float = 1.0,
+        value_factor: float = 1.0,
+        query_scale: QueryScale | None = None,
+        query_scale_factor: float = 0.0,
+        query_scale_length: float = 1.0,
+        rotary_last: bool = False,
+        chunk: int | None = None,
+        causal: bool = True,
+        softcap: float | None = None,
+        sinks: bool = False,
+        gate: OutputGate | None = None,
+        gate_per_head: bool = False,
+        gate_bias: bool = False,
     ):
         super().__init__()
         if heads % kv_heads:
             raise ValueError(f"{heads} heads cannot share {kv_heads} key/value heads evenly")
-        self.heads, self.kv_heads, self.head_dim = heads, kv_heads, head_dim
-        self.scale, self.qk_norm, self.window, self.clip, self.table = scale, qk_norm, window, clip, table
+        self.value_dim = head_dim if value_dim is None else value_dim
+        if value_is_key and self.value_dim != head_dim:
+            raise ValueError(f"values of size {value_dim} cannot be the keys of size {head_dim}")
+        if not causal and chunk is None and window is not None and window < 1:
+            raise ValueError(f"a window of {window} tokens shows nothing")
+        self.heads, self.kv_heads, self.head_dim, self.scale = heads, kv_heads, head_dim, scale
+        self.qk_norm, self.qk_norm_after_rotary, self.clip = qk_norm, qk_norm_after_rotary, clip
+        self.query_factor, self.key_factor, self.value_factor = query_factor, key_factor, value_factor
+        self.query_scale: QueryScale | None = query_scale
+        self.query_scale_factor, self.query_scale_length = query_scale_factor, query_scale_length
         self.rotary: RotaryStyle | None = rotary
+        self.rotary_last, self.table, self.softcap = rotary_last, table, softcap
+        self.visible = Visibility(causal, window, chunk)
         self.query = nn.Linear(hidden, heads * head_dim, bias=bias)
         self.key = nn.Linear(hidden, kv_heads * head_dim, bias=bias)
-        self.value = nn.Linear(hidden, kv_heads * head_dim, bias=bias)
-        self.output = nn.Linear(heads * head_dim, hidden, bias=output_bias)
+        self.value = None if value_is_key else nn.Linear(hidden, kv_heads * self.value_dim, bias=bias)
+        self.output = nn.Linear(heads * self.value_dim, hidden if out is None else out, bias=output_bias)
         if qk_norm != "none":
-            per_head = qk_norm == "head"
-            self.query_norm = RMSNorm(head_dim if per_head else heads * head_dim, qk_norm_eps, qk_norm_offset)
-            self.key_norm = RMSNorm(head_dim if per_head else kv_heads * head_dim, qk_norm_eps, qk_norm_offset)
+            sizes = [head_dim if qk_norm == "head" else count * head_dim for count in (heads, kv_heads)]
+            self.query_norm, self.key_norm = (
+                RMSNorm(size, qk_norm_eps, qk_norm_offset, qk_norm_scaled) for size in sizes
+            )
+        self.value_norm = RMSNorm(self.value_dim, value_norm_eps, scaled=False) if value_norm_eps is not None else None
+        self.output_norm = (
+            RMSNorm(self.value_dim, output_norm_eps, scaled=False) if output_norm_eps is not None else None
+        )
+        self.gate_act: OutputGate | None = gate
+        self.gate = nn.Linear(hidden, heads * (1 if gate_per_head else self.value_dim), bias=False) if gate else None
+        self.gate_bias = nn.Parameter(torch.empty(heads)) if gate_bias else None
+        self.sinks = nn.Parameter(torch.empty(heads)) if sinks else None
 
     def reset_parameters(self, std: float) -> None:
-        for linear in (self.query, self.key, self.value, self.output):
-            reset_linear(linear, std)
+        for linear in self.children():
+            if isinstance(linear, nn.Linear):
+                reset_linear(linear, std)
+        for vector in (self.gate_bias, self.sinks):
+            if vector is not None:
+                nn.init.zeros_(vector)
 
     def forward(self, x: Tensor, context: Context) -> Tensor:
-        query, key, value = self.query(x), self.key(x), self.value(x)
+        query, key, value = self.projections(x, context)
+        query, key = self.positioned(query, key, context)
+        attended = attend(
+            query,
+            key,
+            value,
+            context.lengths,
+            self.scale,
+            self.visible,
+            self.softcap,
+            self.sinks_of(x),
+            self.bias_of(x, context),
+        )
+        return self.output(self.gated(attended, x).flatten(-2))
+
+    def projections(self, x: Tensor, context: Context) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries [T, N, D], keys [T, G, D] and values [T, G, Dv]: projected, normed unless later, scaled."""
+        query, key = self.query(x), self.key(x)
+        value = None if self.value is None else self.value(x)
         if self.qk_norm == "whole":
             query, key = self.query_norm(query), self.key_norm(key)
         if self.clip is not None:
-            query, key, value = (part.clamp(-self.clip, self.clip) for part in (query, key, value))
-        query = query.unflatten(-1, (-1, self.head_dim))
-        key = key.unflatten(-1, (-1, self.head_dim))
-        value = value.unflatten(-1, (-1, self.head_dim))
-        if self.qk_norm == "head":
+            query, key = query.clamp(-self.clip, self.clip), key.clamp(-self.clip, self.clip)
+            value = None if value is None else value.clamp(-self.clip, self.clip)
+        query, key = (part.unflatten(-1, (-1, self.head_dim)) for part in (query, key))
+        value = key if value is None else value.unflatten(-1, (-1, self.value_dim))
+        if self.qk_norm == "head" and not self.qk_norm_after_rotary:
             query, key = self.query_norm(query), self.key_norm(key)
+        if self.value_norm is not None:
+            value = self.value_norm(value)
+        factors = (self.query_factor, self.key_factor, self.value_factor)
+        query, key, value = (
+            part if factor == 1.0 else part * factor for part, factor in zip((query, key, value), factors, strict=True)
+        )
+        return query, key, value
+
+    def positioned(self, query: Tensor, key: Tensor, context: Context) -> tuple[Tensor, Tensor]:
+        """Turned by their positions, and queries scaled by theirs."""
         if self.rotary is not None:
             if self.table >= len(context.tables):
                 raise ValueError("this attention rotates queries and keys, but the model has no such rotary tables")
             cos, sin = context.tables[self.table]
-            query, key = rotate(query, cos, sin, self.rotary), rotate(key, cos, sin, self.rotary)
-        attended = attend(query, key, value, context.lengths, self.scale, self.window)
-        return self.output(attended.flatten(-2))
+            query, key = (rotate(part, cos, sin, self.rotary, self.rotary_last) for part in (query, key))
+        if self.qk_norm == "head" and self.qk_norm_after_rotary:
+            query, key = self.query_norm(query), self.key_norm(key)
+        growth = self.growth(context, query.dtype)
+        return (query if growth is None else query * growth[:, None, None].to(query.dtype)), key
 
+    def growth(self, context: Context, dtype: torch.dtype) -> Tensor | None:
+        """[T]: what queries are multiplied by at their positions."""
+        if self.query_scale is None:
+            return None
+        return query_scale(self.query_scale, context, self.query_scale_factor, self.query_scale_length, dtype)
 
-def attend(
-    query: Tensor, key: Tensor, value: Tensor, lengths: tuple[int, ...], scale: float, window: int | None = None
-) -> Tensor:
-    """Causal attention inside each document. query: [T, N, D]; key, value: [T, G, D]. Returns [T, N, D]."""
-    if lengths and len(set(lengths)) == 1:
-        shape = (len(lengths), lengths[0])
-        q, k, v = (part.unflatten(0, shape).transpose(1, 2) for part in (query, key, value))
-        return _attend_batch(q, k, v, scale, window).transpose(1, 2).flatten(0, 1)
-    parts = []
-    for document in zip(query.split(lengths), key.split(lengths), value.split(lengths), strict=True):
-        if document[0].shape[0]:
-            q, k, v = (part.transpose(0, 1)[None] for part in document)
-            parts.append(_attend_batch(q, k, v, scale, window)[0].transpose(0, 1))
-    return torch.cat(parts) if parts else query
+    def sinks_of(self, x: Tensor) -> Tensor | None:
+        """[N], or [T, N]: the logits of the sinks."""
+        return self.sinks
 
+    def bias_of(self, x: Tensor, context: Context) -> Bias | None:
+        """What is added to the scores."""
+        return None
 
-def _attend_batch(query: Tensor, key: Tensor, value: Tensor, scale: float, window: int | None) -> Tensor:
-    """query: [B, N, S, D]; key, value: [B, G, S, D] -> [B, N, S, D]."""
-    length = query.shape[2]
-    grouped = query.shape[1] != key.shape[1]
-    if window is None or window >= length:
-        return F.scaled_dot_product_attention(query, key, value, is_causal=True, scale=scale, enable_gqa=grouped)
-    age = torch.arange(length, device=query.device)[:, None] - torch.arange(length, device=query.device)
-    visible = (age >= 0) & (age < window)
-    return F.scaled_dot_product_attention(query, key, value, attn_mask=visible, scale=scale, enable_gqa=grouped)
+    def gated(self, attended: Tensor, x: Tensor) -> Tensor:
+        """attended: [T, N, Dv], normed and gated by x."""
+        if self.output_norm is not None:
+            attended = self.output_norm(attended)
+        if self.gate is None or self.gate_act is None:
+            return attended
+        gate = self.gate(x).unflatten(-1, (self.heads, -1))
+        if self.gate_bias is not None:
+            gate = gate + self.gate_bias[:, None]
+        compute = torch.promote_types(gate.dtype, torch.float32)
+        return attended * _GATES[self.gate_act](gate.to(compute)).to(attended.dtype)
