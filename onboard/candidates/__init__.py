@@ -14,6 +14,7 @@ from dayzero.onboard.candidates.feed_forward import propose_feed_forward
 from dayzero.onboard.candidates.latent_attention import propose_latent_attention
 from dayzero.onboard.candidates.moe import propose_moe
 from dayzero.onboard.candidates.norm import propose_norm
+from dayzero.onboard.candidates.sparse_attention import propose_sparse_attention
 from dayzero.onboard.candidates.state_space import propose_mamba2
 from dayzero.onboard.candidates.streams import propose_connection, propose_merge
 
@@ -23,6 +24,7 @@ PROPOSERS: dict[str, tuple[Callable[[Site], list[Candidate]], ...]] = {
     "mixer": (
         propose_attention,
         propose_latent_attention,
+        propose_sparse_attention,
         propose_delta_rule,
         propose_mamba2,
     ),

@@ -21,7 +21,7 @@ def causing(site: Site, value: float) -> list[tuple[Evidence, Any, str]]:
     """Settings that hold `value` and whose change shows among the constants: the evidence, its holder and name."""
     other = value * 1.37 + 0.011
     found = []
-    for evidence, holder, name, held in _settings(site):
+    for evidence, holder, name, held in plain_settings(site):
         if _number(held) and held == value:
             with changed(holder, name, other):
                 if _has(_again(site), other):
@@ -49,7 +49,7 @@ def drivers(site: Site, value: Any, other: Any, shows: Callable[[Operations], bo
         for name, held in sorted(vars(site.config).items())
         if not name.startswith("_")
     ]
-    for evidence, holder, name, held in [*_settings(site), *of_config]:
+    for evidence, holder, name, held in [*plain_settings(site), *of_config]:
         same = type(held) in {bool, int, float} and held == value and isinstance(held, bool) == isinstance(value, bool)
         if same:
             with changed(holder, name, other):
@@ -62,7 +62,7 @@ def switches(site: Site) -> Iterator[Switch]:
     """Booleans that the module reads: the evidence, and what the module gives and executes when it is flipped."""
     with torch.no_grad():
         usual = site.call.replay(site.call.hidden)
-    for evidence, holder, name, held in _settings(site):
+    for evidence, holder, name, held in plain_settings(site):
         if not isinstance(held, bool):
             continue
         with changed(holder, name, not held), torch.no_grad(), contextlib.suppress(Exception):
@@ -90,7 +90,7 @@ def changed(holder: Any, name: str, value: Any) -> Iterator[None]:
         setattr(holder, name, held)
 
 
-def _settings(site: Site) -> Iterator[tuple[Evidence, Any, str, Any]]:
+def plain_settings(site: Site) -> Iterator[tuple[Evidence, Any, str, Any]]:
     """(evidence, its holder, name, value) of the plain attributes of the module and what is below it, nearest first."""
     for path, module in site.module.named_modules():
         for name, held in sorted(vars(module).items()):

@@ -14,16 +14,18 @@ from dayzero.onboard.candidates.evidence import Candidate, Evidence, Site, liter
 from dayzero.onboard.candidates.feed_forward import linear_calls
 from dayzero.onboard.candidates.projections import (
     Share,
+    below,
     count,
     depthwise,
     equal_values,
     input_projections,
     shares,
+    split_convolutions,
     vector,
 )
 from dayzero.onboard.discover import tensors
 from dayzero.runtime.nn.activation import activation
-from dayzero.runtime.weights import Part, Source, Squeeze, Stored
+from dayzero.runtime.weights import Source, Stored
 
 # Orders in which projections stand side by side in one matrix.
 _SIDE_BY_SIDE = (
@@ -97,14 +99,8 @@ def _gated_norm(site: Site, output: str) -> _Norm | None:
             gate = torch.sigmoid(given[1]) if act == "sigmoid" else activation(act)(given[1])  # type: ignore[arg-type]
             made = given[0] * torch.rsqrt(given[0].pow(2).mean(-1, keepdim=True) + eps) * weight * gate
             if torch.allclose(made, call.result, rtol=1e-9, atol=1e-12):
-                return _Norm(path, f"{path}.{parameters[0][0]}", act, _below(path, causes(inner, eps)[0]), given[1])
+                return _Norm(path, f"{path}.{parameters[0][0]}", act, below(path, causes(inner, eps)[0]), given[1])
     return None
-
-
-def _below(path: str, evidence: Evidence) -> Evidence:
-    return Evidence(
-        f"{path}: {evidence.label}", lambda module, config: evidence.resolve(module.get_submodule(path), config)
-    )
 
 
 @dataclass
@@ -162,7 +158,9 @@ def _with_details(
     }
     for role, share in shared.items():
         parameters |= share.parameters(role)
-    conv_parameters, conv_bias = _convolutions(site, convolutions, shared, sizes)
+    conv_parameters, conv_bias = split_convolutions(
+        site, convolutions, {role: shared[role] for role in _MIXED}, sizes.rows
+    )
     if not conv_parameters:
         return
     heads = count(rate)
@@ -187,34 +185,6 @@ def _with_details(
     for l2_eps, beta_scale, bound, conv_act in details:
         varied = {"l2_eps": l2_eps, "beta_scale": beta_scale, "bound": bound, "conv_act": conv_act}
         yield Candidate("GatedDeltaNet", {**arguments, **varied}, {**parameters, **conv_parameters})
-
-
-def _convolutions(
-    site: Site, convolutions: list[tuple[str, int]], shared: dict[str, Share], sizes: _Sizes
-) -> tuple[dict[str, Source], Evidence]:
-    """Weights of the three convolutions: of their own, or rows of one in the order in which the projections stand."""
-    roles = sorted(_MIXED, key=lambda role: shared[role].place)
-    biases = [name.removesuffix("weight") + "bias" for name, _ in convolutions]
-    present = {name for name, _ in site.module.named_parameters()}
-    biased = all(name in present for name in biases)
-    conv_bias = literal(biased, "the convolution's parameters")
-    if len(convolutions) == 3:
-        found: dict[str, Source] = {}
-        for role, (name, channels), bias in zip(roles, convolutions, biases, strict=True):
-            if channels != sizes.rows[role]:
-                return {}, conv_bias
-            found[f"{role}_conv.weight"] = Squeeze((1,), Stored(name))
-            found |= {f"{role}_conv.bias": Stored(bias)} if biased else {}
-        return found, conv_bias
-    if len(convolutions) != 1:
-        return {}, conv_bias
-    found, start = {}, 0
-    for role in roles:
-        stop = start + sizes.rows[role]
-        found[f"{role}_conv.weight"] = Part(0, start, stop, Squeeze((1,), Stored(convolutions[0][0])))
-        found |= {f"{role}_conv.bias": Part(0, start, stop, Stored(biases[0]))} if biased else {}
-        start = stop
-    return found, conv_bias
 
 
 def _l2_epsilons(site: Site, norm: _Norm) -> list[Evidence]:

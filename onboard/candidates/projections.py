@@ -86,12 +86,16 @@ def equal_values(a: Tensor, b: Tensor) -> bool:
     return a is b or (a.numel() == b.numel() and torch.equal(a.reshape(-1), b.reshape(-1)))
 
 
-def input_projections(site: Site) -> list[Projection]:
-    """The linears that are fed the module's input, each with the one behind it that is fed its result, if any."""
+def input_projections(site: Site, hidden: Tensor | None = None) -> list[Projection]:
+    """The linears that are fed the module's input, each with the one behind it that is fed its result, if any.
+
+    hidden: what else they may be fed.
+    """
+    hidden = site.call.hidden if hidden is None else hidden
     linears = linear_calls(site)
     found = []
     for order, (path, call) in enumerate(linears.items()):
-        if not equal_values(call.hidden, site.call.hidden):
+        if not equal_values(call.hidden, hidden):
             continue
         behind = [p for p, c in linears.items() if p != path and equal_values(c.hidden, call.result)]
         last = behind[0] if len(behind) == 1 else path
@@ -148,3 +152,37 @@ def vector(site: Site, name: str) -> Source:
 def count(name: str) -> Evidence:
     """The number of elements of a parameter."""
     return Evidence(f"elements of {name}", lambda module, config: module.get_parameter(name).numel())
+
+
+def split_convolutions(
+    site: Site, convolutions: Sequence[tuple[str, int]], shared: Mapping[str, Share], rows: Mapping[str, int]
+) -> tuple[dict[str, Source], Evidence]:
+    """The convolution of each role of `shared`, and whether it has a bias: each of its own, or channels of one
+    convolution in the order in which the projections stand. {} where they do not fit."""
+    roles = sorted(shared, key=lambda role: shared[role].place)
+    biases = [name.removesuffix("weight") + "bias" for name, _ in convolutions]
+    present = {name for name, _ in site.module.named_parameters()}
+    biased = all(name in present for name in biases)
+    conv_bias = literal(biased, "the convolution's parameters")
+    found: dict[str, Source] = {}
+    if len(convolutions) == len(roles):
+        for role, (name, channels), bias in zip(roles, convolutions, biases, strict=True):
+            if channels != rows[role]:
+                return {}, conv_bias
+            found[f"{role}_conv.weight"] = Squeeze((1,), Stored(name))
+            found |= {f"{role}_conv.bias": Stored(bias)} if biased else {}
+    elif len(convolutions) == 1:
+        start = 0
+        for role in roles:
+            stop = start + rows[role]
+            found[f"{role}_conv.weight"] = Part(0, start, stop, Squeeze((1,), Stored(convolutions[0][0])))
+            found |= {f"{role}_conv.bias": Part(0, start, stop, Stored(biases[0]))} if biased else {}
+            start = stop
+    return found, conv_bias
+
+
+def below(path: str, evidence: Evidence) -> Evidence:
+    """Evidence about the child at `path`, as evidence about its parent."""
+    return Evidence(
+        f"{path}: {evidence.label}", lambda module, config: evidence.resolve(module.get_submodule(path), config)
+    )

@@ -5,6 +5,7 @@ D head size, E experts, K experts per token, F feed-forward width, V vocabulary.
 """
 
 from .attention import GroupedQueryAttention
+from .block_indexer import BlockIndexer
 from .carried_router import CarriedRouter
 from .causal_lm import CausalLM
 from .channel_scale import ChannelScale
@@ -16,13 +17,16 @@ from .gated_activation import ClampedGLU, OaiSwiGLU, SoftcappedGLU
 from .gated_delta_net import GatedDeltaNet
 from .hash_router import HashRouter
 from .hyper_connection import HyperConnected, HyperConnection, StreamMean, StreamMerge
+from .indexed_attention import IndexedAttention
 from .indexer import LightningIndexer
 from .joint_router import JointRouter
 from .latent_attention import LatentAttention
 from .layer_norm import LayerNorm
+from .lifted import Inside, Lifted
 from .mamba2 import Mamba2
 from .moe import MixtureOfExperts
 from .norm import GatedRMSNorm, RMSNorm, ScaledFirstRMSNorm, SelfGatedRMSNorm
+from .pooled_indexer import MeanPooledIndexer, PooledIndexer
 from .product_key_router import ProductKeyRouter
 from .rotary import Rotary
 from .router import Router, Routing
@@ -33,6 +37,7 @@ from .top_one_router import TopOneRouter
 BLOCKS = {
     block.__name__: block
     for block in (
+        BlockIndexer,
         CarriedRouter,
         CausalLM,
         ChannelScale,
@@ -48,14 +53,19 @@ BLOCKS = {
         HashRouter,
         HyperConnected,
         HyperConnection,
+        Inside,
+        IndexedAttention,
         JointRouter,
         LatentAttention,
         LayerNorm,
+        Lifted,
         LightningIndexer,
         Mamba2,
+        MeanPooledIndexer,
         MixtureOfExperts,
         Normalise,
         OaiSwiGLU,
+        PooledIndexer,
         ProductKeyRouter,
         RMSNorm,
         Rotary,
@@ -72,6 +82,7 @@ BLOCKS = {
 
 __all__ = [
     "BLOCKS",
+    "BlockIndexer",
     "CarriedRouter",
     "CausalLM",
     "ChannelScale",
@@ -88,14 +99,19 @@ __all__ = [
     "HashRouter",
     "HyperConnected",
     "HyperConnection",
+    "IndexedAttention",
+    "Inside",
     "JointRouter",
     "LatentAttention",
     "LayerNorm",
+    "Lifted",
     "LightningIndexer",
     "Mamba2",
+    "MeanPooledIndexer",
     "MixtureOfExperts",
     "Normalise",
     "OaiSwiGLU",
+    "PooledIndexer",
     "ProductKeyRouter",
     "RMSNorm",
     "Rotary",

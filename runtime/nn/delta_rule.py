@@ -28,7 +28,7 @@ def gated_delta_rule(
     q, k, v, g, b = (chunks.cut(x.to(wide)).transpose(1, 2) for x in inputs)  # [M, N, C, ...]
     attended, erased = decayed_scores(torch.stack([q, k * b]), k, g)
     since_start = g.cumsum(-2).exp()
-    until_end = _suffix(g).exp()
+    until_end = sum_after(g).exp()
     system = erased.tril(-1)
     written = torch.linalg.solve_triangular(
         system, torch.cat([v * b, k * b * since_start], -1), upper=False, unitriangular=True
@@ -62,13 +62,13 @@ def decayed_scores(rows: Tensor, keys: Tensor, decay: Tensor) -> Tensor:
     r, k, g = (x.unflatten(-2, (2, size // 2)) for x in (rows, keys, decay))
     inside = decayed_scores(r, k, g)
     late = r[..., 1, :, :] * g[..., 1, :, :].cumsum(-2).exp()
-    early = k[..., 0, :, :] * _suffix(g[..., 0, :, :]).exp()
+    early = k[..., 0, :, :] * sum_after(g[..., 0, :, :]).exp()
     across = late @ early.transpose(-1, -2)
     first = torch.cat([inside[..., 0, :, :], torch.zeros_like(across)], -1)
     return torch.cat([first, torch.cat([across, inside[..., 1, :, :]], -1)], -2)
 
 
-def _suffix(x: Tensor) -> Tensor:
-    """Sum over the places after each one. x: [..., C, K]."""
+def sum_after(x: Tensor) -> Tensor:
+    """The sum over the places behind each one in its chunk. x: [..., C, K] -> [..., C, K]."""
     later = x[..., 1:, :].flip(-2).cumsum(-2).flip(-2)
     return F.pad(later, (0, 0, 0, 1))
