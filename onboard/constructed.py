@@ -64,3 +64,14 @@ def _arguments(module: nn.Module, frame: types.FrameType | None) -> dict[str, An
         place = code.co_argcount + code.co_kwonlyargcount + bool(code.co_flags & inspect.CO_VARARGS)
         found |= held.get(code.co_varnames[place]) or {}
     return found
+
+
+def built_like(module: nn.Module) -> list[tuple[nn.Module, dict[str, Any]]]:
+    """The modules of the same class that were built of the same objects, this one included, with their arguments."""
+    mine = _made.get(module) or {}
+    shared = {name: value for name, value in mine.items() if not isinstance(value, (bool, int, float, str, type(None)))}
+    return [
+        (other, held)
+        for other, held in list(_made.items())
+        if type(other) is type(module) and all(held.get(name) is value for name, value in shared.items())
+    ]

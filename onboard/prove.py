@@ -105,7 +105,7 @@ def _bounded(candidates: list[Candidate]) -> Iterator[Candidate]:
 def attempt(candidate: Candidate, site: Site, generator: torch.Generator, *, thorough: bool) -> Attempt:
     """One candidate against the module. Not thorough: output on the captured input only, which costs little."""
     try:
-        block = candidate.spec(site.module, site.config).build().to(torch.float64)
+        block = candidate.build(site.module, site.config).to(torch.float64)
     except (ValueError, TypeError, AttributeError, IndexError) as error:
         return Attempt(candidate, float("inf"), "construction", f"cannot be built: {error}")
     if not thorough:

@@ -1,7 +1,7 @@
 """A block as data: its name, its arguments, which may be blocks themselves, and why it stands for its reference."""
 
 import inspect
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any, Literal, get_args
 
 from pydantic import ConfigDict, Field, TypeAdapter, field_serializer, field_validator, model_validator
@@ -29,8 +29,8 @@ class Proof(Record):
 class BlockSpec(Record):
     """One block of `dayzero.runtime.nn` and the arguments it is built with, checked against its constructor.
 
-    An argument that is a block itself, such as the router of a mixture of experts, is a BlockSpec too; in JSON it is
-    {"block": name, "arguments": {...}}.
+    An argument that is a block itself, such as the router of a mixture of experts, or a dict of them, is a BlockSpec
+    too; in JSON it is {"block": name, "arguments": {...}}. `Lifted` names its class in the lifted source of the model.
     """
 
     block: str
@@ -40,15 +40,23 @@ class BlockSpec(Record):
     @field_validator("arguments", mode="after")
     @classmethod
     def _nested(cls, arguments: dict[str, Any]) -> dict[str, Any]:
+        def parsed(value: Any) -> Any:
+            if isinstance(value, dict) and {"block", "arguments"} <= value.keys() <= {"block", "arguments", "proof"}:
+                return cls.model_validate(value)
+            return value
+
         return {
-            name: cls.model_validate(value) if isinstance(value, dict) and "block" in value else value
+            name: {key: parsed(held) for key, held in value.items()} if name == "replace" and value else parsed(value)
             for name, value in arguments.items()
         }
 
     @field_serializer("arguments")
     def _as_data(self, arguments: dict[str, Any]) -> dict[str, Any]:
+        def plain(value: Any) -> Any:
+            return value.model_dump(exclude={"proof"}) if isinstance(value, BlockSpec) else value
+
         return {
-            name: value.model_dump(exclude={"proof"}) if isinstance(value, BlockSpec) else value
+            name: {key: plain(held) for key, held in value.items()} if name == "replace" and value else plain(value)
             for name, value in arguments.items()
         }
 
@@ -69,6 +77,9 @@ class BlockSpec(Record):
 
     def _check(self, name: str, annotation: Any) -> None:
         value = self.arguments[name]
+        if name == "replace" and isinstance(value, dict):
+            value = {key: held.block if isinstance(held, BlockSpec) else held for key, held in value.items()}
+            annotation = dict[str, str]
         if not isinstance(value, BlockSpec):
             TypeAdapter(annotation, config=ConfigDict(arbitrary_types_allowed=True)).validate_python(value, strict=True)
             return
@@ -78,16 +89,30 @@ class BlockSpec(Record):
             names = " or ".join(kind.__name__ for kind in wanted) or "no block"
             raise ValueError(f"{self.block}.{name} is {value.block}, expected {names}")
 
-    def build(self):
-        """The module itself, parameters uninitialised."""
+    def build(self, lifted: Mapping[str, type] | None = None):
+        """The module itself, parameters uninitialised. lifted: classes of the model's lifted source, by name.
+
+        Raises ValueError for a lifted class that is not among them.
+        """
+
+        def built(value: Any) -> Any:
+            return value.build(lifted) if isinstance(value, BlockSpec) else value
+
         arguments = {
-            name: value.build() if isinstance(value, BlockSpec) else value for name, value in self.arguments.items()
+            name: {key: built(held) for key, held in value.items()} if name == "replace" and value else built(value)
+            for name, value in self.arguments.items()
         }
+        if self.block == "Lifted":
+            name = arguments["module"]
+            if name not in (lifted or {}):
+                raise ValueError(f"no lifted class {name!r}; there are {', '.join(sorted(lifted or {})) or 'none'}")
+            arguments["module"] = (lifted or {})[name]
         return nn.BLOCKS[self.block](**arguments)
 
     def walk(self) -> Iterator["BlockSpec"]:
         """This block and every block inside its arguments."""
         yield self
         for value in self.arguments.values():
-            if isinstance(value, BlockSpec):
-                yield from value.walk()
+            for held in value.values() if isinstance(value, dict) else [value]:
+                if isinstance(held, BlockSpec):
+                    yield from held.walk()

@@ -3,18 +3,22 @@
 from collections.abc import Callable, Container, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
 from dayzero.onboard.discover import Call
-from dayzero.onboard.handed import context_of
+from dayzero.onboard.handed import context_of, made_already
 from dayzero.onboard.trace import Operations, trace
 from dayzero.runtime.nn import Context
+from dayzero.runtime.nn.lifted import classes_of
 from dayzero.runtime.safetensors_reader import TensorsReader
 from dayzero.runtime.spec import BlockSpec
 from dayzero.runtime.weights import Source, whole
+
+if TYPE_CHECKING:
+    from dayzero.onboard.lift import Lift
 
 
 @dataclass(frozen=True)
@@ -98,6 +102,21 @@ class Candidate:
             return None
         return self.spec(module, config)
 
+    @property
+    def lifts(self) -> list["Lift"]:
+        """Source of the reference that the block consists of, those of blocks inside included; [] for one of ours."""
+        return [
+            made for argument in self.arguments.values() if isinstance(argument, Candidate) for made in argument.lifts
+        ]
+
+    def build(self, module: nn.Module, config: Any) -> nn.Module:
+        """The block for this very module, parameters uninitialised. Raises ValueError if the values do not make one."""
+        if not self.lifts:
+            return self.spec(module, config).build()
+        from dayzero.onboard.lift import merge  # parsing source is for those that need it
+
+        return self.spec(module, config).build(classes_of(merge(self.lifts)))
+
     def below(self, path: str) -> "Candidate":
         """The same claim about the child at `path` of a module, as a claim about that module."""
         arguments = {
@@ -165,8 +184,10 @@ class Site:
 
     @cached_property
     def operations(self) -> Operations:
-        """What the module executes on the captured input."""
-        return trace(lambda: self.call.replay(self.call.hidden))
+        """What the module executes on the captured input, but for rotary tables that it makes for itself: those belong
+        to the model, and our blocks are handed them."""
+        with made_already(self.inner):
+            return trace(lambda: self.call.replay(self.call.hidden))
 
     def explain(self, value: float) -> list[Evidence]:
         """Every attribute and config field that holds exactly this value, the nearest to the computation first."""

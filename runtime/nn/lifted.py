@@ -73,7 +73,7 @@ def _is_stream(value: Any) -> bool:
 class Lifted(nn.Module):
     """x: [T, H] -> [T, H], computed by a class of the reference.
 
-    module: the class. settings: the arguments of its constructor as plain data (`settings_value`). handed: for each
+    module: the class; its name where the block is data. settings: the arguments of its constructor as plain data (`settings_value`). handed: for each
     argument of its forward, what it is made of (`_Document.give`). tables: which of the model's rotary tables the
     numbers in `handed` mean. together: called once with all documents as one; otherwise each document by itself, as
     [1, S, H], or all at once where they are equally long. flat: it takes [S, H]. replace: blocks of ours put in place
@@ -85,7 +85,7 @@ class Lifted(nn.Module):
 
     def __init__(
         self,
-        module: type[nn.Module],
+        module: type[nn.Module] | str,
         settings: dict[str, Any],
         handed: dict[str, Any],
         tables: list[int] | None = None,
@@ -95,6 +95,8 @@ class Lifted(nn.Module):
         leaves: dict[str, list[int]] | None = None,
     ):
         super().__init__()
+        if isinstance(module, str):
+            raise ValueError(f"{module} is only the name of a lifted class")
         arguments = {name: settings_value(value) for name, value in settings.items()}
         self.module = module(**arguments)
         self.handed, self.tables, self.together, self.flat = handed, list(tables or []), together, flat
