@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from dayzero.onboard.candidates.evidence import Candidate, Evidence, Site, attribute, literal, present, size
-from dayzero.onboard.candidates.indexer import Nested, propose_indexers
+from dayzero.onboard.candidates.indexer import propose_indexers
 from dayzero.onboard.candidates.norm import epsilons
 from dayzero.onboard.discover import Call, same, tensors
 from dayzero.onboard.handed import handed_tables
@@ -60,7 +60,7 @@ def propose_latent_attention(site: Site) -> list[Candidate]:
     if site.call.hidden.ndim != 3:
         return []
     hidden, result = site.call.hidden, site.call.result
-    indexers = _selectors(site)
+    indexers = selectors(site)
     own = {path: call for path, call in site.inner.items() if not _inside(path, indexers)}
     linears = {path: call for path, call in own.items() if isinstance(call.module, nn.Linear)}
     outputs = [path for path, call in linears.items() if same(call.result, result) and not same(call.hidden, hidden)]
@@ -76,7 +76,7 @@ def propose_latent_attention(site: Site) -> list[Candidate]:
     return candidates
 
 
-def _selectors(site: Site) -> list[str]:
+def selectors(site: Site) -> list[str]:
     """Modules inside that give a selection: no stream, but integers or booleans with a place for every token."""
     batch, length = site.call.hidden.shape[:2]
     found = []
@@ -109,9 +109,9 @@ def _chains(linears: dict[str, Call], norms: dict[str, Call], inputs: list[str],
             fed = linears[up].hidden
             if fed.shape[-1] == width and (scale := _ratio(fed, normed)) is not None:
                 yield Chain(down, norm, up, scale, both=False)
-            elif fed.shape[-1] == 2 * raw.shape[-1] and (scale := _ratio(fed[..., :width], normed)) is not None:
-                if same(fed[..., width:].contiguous(), raw):
-                    yield Chain(down, norm, up, scale, both=True)
+            elif fed.shape[-1] == 2 * raw.shape[-1] and same(fed[..., width:].contiguous(), raw):
+                scale = _ratio(fed[..., :width], normed)
+                yield from [] if scale is None else [Chain(down, norm, up, scale, both=True)]
 
 
 def _ratio(a: Tensor, b: Tensor) -> float | None:
@@ -129,7 +129,7 @@ def _assignments(
 ) -> Iterator[Parts]:
     """Every input projection and every chain has exactly one role."""
     ups = [path for path in linears if path not in inputs and path != output]
-    handed = {} if chains else {up: None for up in ups}
+    handed = {} if chains else dict.fromkeys(ups)
     for kv in [*chains, None]:
         free = [chain for chain in chains if kv is not None and chain.down != kv.down and chain.up != kv.up]
         used = {kv.down} if kv is not None else set()
@@ -235,11 +235,11 @@ def _with_details(
                 "scale": scale,
                 **scales,
                 **position[0],
-                **selection[0],
+                **selection,
                 **exchange,
                 "window": window_of(site),
             },
-            {**parameters, **key_norm_source, **position[1], **selection[1]},
+            {**parameters, **key_norm_source, **position[1]},
         )
 
 
@@ -453,24 +453,17 @@ def nested_fields(config: Any) -> list[tuple[Any, Evidence]]:
     return found
 
 
-def _selections(site: Site, parts: Parts, indexers: list[str]) -> list[tuple[dict[str, Evidence], dict[str, Source]]]:
+def _selections(site: Site, parts: Parts, indexers: list[str]) -> list[dict[str, Evidence | Candidate]]:
     """What the layer attends to: everything, what an indexer of its own chooses, or what an earlier one chose."""
     if indexers:
         latent = None
         if isinstance(parts.query, Chain):
             latent = site.inner[parts.query.norm].result * parts.query.scale
-        nested: list[Nested] = propose_indexers(site, indexers[0], latent)
-        return [
-            (
-                {"indexer": found.evidence},
-                {f"indexer.{name}": source for name, source in found.parameters.items()},
-            )
-            for found in nested
-        ]
+        return [{"indexer": found} for found in propose_indexers(site, indexers[0], latent)]
     if handed_index(site.call) is not None:
         why = "the layer is handed a selection and has nothing to make one with"
-        return [({"selection_from_earlier": literal(True, why)}, {})]
-    return [({}, {})]
+        return [{"selection_from_earlier": literal(True, why)}]
+    return [{}]
 
 
 def _exchanges(site: Site, parts: Parts) -> list[tuple[dict[str, Evidence], tuple[str | None, ...]]]:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from .documents import unpack
-from .selected_attention import causal, probabilities
+from .selected_attention import Indexer, causal, probabilities
 
 Judged = Literal["all", "selected"]
 
@@ -20,17 +20,19 @@ def index_loss(
     index: Tensor,
     lengths: Sequence[int],
     scale: float,
-    unit: int,
+    indexer: Indexer,
     over: Judged,
 ) -> Tensor:
     """Sum over tokens (and groups of heads) of KL(p || softmax(scores)), a float32 scalar at least.
 
     p: attention weights without a selection, averaged over the group's heads, summed within each unit, and divided by
     their sum. over: all units that the indexer may choose from ("all", to warm an indexer up), or those it did choose.
-    scores: for every run of documents [B, P, S, U], -inf where a unit is no candidate; query: [T, N, D]; key:
-    [T, G, D]; index: [T, P, K].
+    scores: for every run of documents [B, P, S, U], -inf where a unit of indexer.score_unit tokens is no candidate;
+    query: [T, N, D]; key: [T, G, D]; index: [T, P, K], of units of indexer.unit tokens.
     """
     total = None
+    unit = indexer.score_unit
+    index = index.masked_fill(index < 0, -unit) * indexer.unit // unit
     documents = zip(scores, unpack(query, lengths), unpack(key, lengths), unpack(index, lengths), strict=True)
     for found, q, k, chosen in documents:
         length, units = q.shape[1], found.shape[-1]

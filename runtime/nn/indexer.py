@@ -1,7 +1,7 @@
 """The lightning indexer: a small attention whose scores choose the tokens that the layer attends to (DeepSeek Sparse
 Attention, arXiv:2512.02556)."""
 
-from typing import Literal
+from typing import ClassVar, Literal
 
 import torch
 import torch.nn.functional as F
@@ -13,21 +13,20 @@ from .layer_norm import LayerNorm
 from .linear import reset_linear
 from .position_scale import PositionScale
 from .rotary import RotaryStyle, rotate
-from .selected_attention import causal
+from .selected_attention import Indexer, causal
 
 
-class LightningIndexer(nn.Module):
+class LightningIndexer(Indexer):
     """score(t, s) = sum_h w_h(x_t) * relu(q_h(c_t) . k(x_s)), and the top_k tokens s <= t of the own document.
 
-    q = query(c), heads of head_dim; c is the layer's query latent, or its input through a LayerNorm with query_norm_eps.
-    k = LayerNorm(key(x)); w = weight(x) / sqrt(heads) / sqrt(head_dim). As many channels of q and k as the table has are
-    turned, the first or the last of a head. learned_position_scale: queries grow by a function of the position that each head
-    learns. Scores in float32 at least.
+    q = query(c), heads of head_dim; c is the layer's query latent, or its input through a LayerNorm (query_norm_eps).
+    k = LayerNorm(key(x)); w = weight(x) / sqrt(heads) / sqrt(head_dim). As many channels of q and k as the table has
+    are turned, the first or the last of a head. learned_position_scale: queries grow by a function of the position that
+    each head learns. Scores in float32 at least.
     """
 
-    unit = 1
     lora_targets = ()
-    parallel_roles = {"query": "replicate", "key": "replicate", "weight": "replicate"}
+    parallel_roles: ClassVar = {"query": "replicate", "key": "replicate", "weight": "replicate"}
 
     def __init__(
         self,
@@ -70,7 +69,8 @@ class LightningIndexer(nn.Module):
             last = self.rotary_at == "last"
             query, key = rotate(query, cos, sin, self.rotary, last), rotate(key, cos, sin, self.rotary, last)
         parts = zip(*(unpack(part, context.lengths) for part in (query, key, self.weight(x))), strict=True)
-        return [weighted_scores(q.transpose(1, 2), k.transpose(1, 2), w) for q, k, w in parts]
+        found = [relu_scores(q.transpose(1, 2), k.transpose(1, 2), w) for q, k, w in parts]
+        return [s.masked_fill(~causal(s.shape[1], None, s.device), float("-inf"))[:, None] for s in found]
 
     def select(self, scores: list[Tensor], context: Context) -> Tensor:
         """[T, 1, K]: the tokens with the highest scores."""
@@ -78,13 +78,14 @@ class LightningIndexer(nn.Module):
         return pack([chosen(found, self.top_k, widest) for found in scores])
 
 
-def weighted_scores(query: Tensor, key: Tensor, weight: Tensor) -> Tensor:
-    """query: [B, N, S, D]; key: [B, 1, S, D]; weight: [B, S, N] -> [B, 1, S, S]."""
+def relu_scores(query: Tensor, key: Tensor, weight: Tensor) -> Tensor:
+    """sum_h weight_h / sqrt(N) * relu(query_h . key / sqrt(D)).
+
+    query: [B, N, S, D]; key: [B, 1, U, D]; weight: [B, S, N]. Returns [B, S, U], float32 at least."""
     compute = torch.promote_types(query.dtype, torch.float32)
     scores = F.relu(query.to(compute) @ key.to(compute).transpose(-1, -2) * query.shape[-1] ** -0.5)
     weights = weight.to(compute) * query.shape[1] ** -0.5
-    scores = torch.einsum("bsn,bnst->bst", weights, scores)
-    return scores.masked_fill(~causal(scores.shape[-1], None, scores.device), float("-inf"))[:, None]
+    return torch.einsum("bsn,bnsu->bsu", weights, scores)
 
 
 def chosen(scores: Tensor, top_k: int, width: int) -> Tensor:

@@ -1,6 +1,6 @@
 """Multi-head latent attention: keys and values from one narrow vector a token (DeepSeek-V2, arXiv:2405.04434)."""
 
-from typing import Literal
+from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor, nn
@@ -11,29 +11,28 @@ from .linear import reset_linear
 from .norm import RMSNorm
 from .position_scale import PositionScale, stepwise_scale
 from .rotary import rotate
-from .selected_attention import attend_selected
+from .selected_attention import SELECTED, Indexer, attend_selected
 
 LatentRotary = Literal["half", "interleaved", "deinterleaved"]
 Gate = Literal["head", "element"]
 
-SELECTED = "selected"  # context.shared: the index of the last layer that made one
 LATENTS = "latents."  # context.shared: latents of a layer that leaves them, by the name that both layers know
 
 
 class LatentAttention(nn.Module):
     """x: [T, H] -> [T, H]; each token attends to itself and to what precedes it in its own document.
 
-    c_kv, k_r = kv_down(x), normed apart; [k_n | v] = kv_up(c_kv) per head; key = [k_n | k_r], k_r the same for all heads
-    and turned by its position; c_q = query_norm(query_down(x)), or x itself without query_rank; query = query_up(c_q),
-    its last rope_dim channels turned; output(gate * softmax(scale * query key^T) v).
+    c_kv, k_r = kv_down(x), normed apart; [k_n | v] = kv_up(c_kv) per head; key = [k_n | k_r], k_r the same for all
+    heads and turned by its position; c_q = query_norm(query_down(x)), or x itself without query_rank; query =
+    query_up(c_q), its last rope_dim channels turned; output(gate * softmax(scale * query key^T) v).
 
     nope_dim, rope_dim: channels of a query that are not and that can be turned; rotary None turns none of them.
     rotary: which channels are a pair; "deinterleaved" takes pairs side by side and gives them one half apart, which
     only layers that exchange latents can tell. key_norm_eps: k_r has a norm. query_scale, kv_scale multiply the normed
     latents. position_scale: queries grow by 1 + position_scale * log(1 + floor(position / position_step)).
     learned_position_scale: by a function of the position that each head learns. query_from: "both" is [c_q | its raw
-    form]. gate: sigmoid of gate(x), or of gate(what the query is made from) with gate_from "query", one number a head or
-    one a channel. sinks: each head has a logit that takes attention and gives nothing. window: the last tokens only.
+    form]. gate: sigmoid of gate(x), or of gate(what the query is made from) with gate_from "query", one number a head
+    or one a channel. sinks: each head has a logit that takes attention and gives nothing. window: the last tokens only.
 
     indexer: chooses what each token attends to. Writes context.shared["selected"], [T, 1, K] tokens of the own
     document. selection_from_earlier: no indexer, reads context.shared["selected"] as the last indexer left it.
@@ -46,7 +45,7 @@ class LatentAttention(nn.Module):
 
     uses_context = True
     lora_targets = ("query_down", "query_up", "kv_down", "kv_up", "gate", "output")
-    parallel_roles = {
+    parallel_roles: ClassVar = {
         "query_down": "replicate",
         "query_norm": "replicate",
         "query_up": "column",
@@ -88,7 +87,7 @@ class LatentAttention(nn.Module):
         latent_bias: bool = False,
         output_bias: bool = False,
         window: int | None = None,
-        indexer: nn.Module | None = None,
+        indexer: Indexer | None = None,
         selection_from_earlier: bool = False,
         leaves: str | None = None,
         takes: str | None = None,
@@ -204,12 +203,18 @@ class LatentAttention(nn.Module):
             return None, 1
         learns = self.index_loss_over is not None and torch.is_grad_enabled()
         with torch.set_grad_enabled(learns):
-            scores = self.indexer.scores(x.detach(), latent.detach(), context)  # type: ignore[operator]
-        index = self.indexer.select(scores, context)  # type: ignore[operator]
+            scores = self.indexer.scores(x.detach(), latent.detach(), context)
+        index = self.indexer.select(scores, context)
         context.shared[SELECTED] = index
-        unit: int = self.indexer.unit  # type: ignore[assignment]
         if learns and self.index_loss_over is not None:
             self.index_loss = index_loss(
-                scores, query.detach(), key.detach(), index, context.lengths, self.scale, unit, self.index_loss_over
+                scores,
+                query.detach(),
+                key.detach(),
+                index,
+                context.lengths,
+                self.scale,
+                self.indexer,
+                self.index_loss_over,
             )
-        return index, unit
+        return index, self.indexer.unit

@@ -8,9 +8,28 @@ from collections.abc import Sequence
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
+from .context import Context
 from .documents import pack, unpack
+
+SELECTED = "selected"  # context.shared: the index of the last layer that made one
+
+
+class Indexer(nn.Module):
+    """What chooses. unit: tokens of what an index counts; score_unit: tokens of what is scored."""
+
+    unit: int = 1
+    score_unit: int = 1
+
+    def scores(self, x: Tensor, latent: Tensor, context: Context) -> list[Tensor]:
+        """x: [T, H], the layer's input; latent: [T, L], what its queries are made from. For every run of equally long
+        documents [B, P, S, U], -inf for units that a token must not choose."""
+        raise NotImplementedError
+
+    def select(self, scores: list[Tensor], context: Context) -> Tensor:
+        """The index [T, P, K]."""
+        raise NotImplementedError
 
 
 def attend_selected(
@@ -50,8 +69,8 @@ def attend_selected(
 def softmax_attention(
     query: Tensor, key: Tensor, value: Tensor, visible: Tensor, scale: float, sinks: Tensor | None = None
 ) -> Tensor:
-    """query: [B, N, S, D]; key: [B, G, U, D]; value: [B, G, U, E]; visible: bool, broadcast to [B, N, S, U]; sinks: [N].
-    Returns [B, N, S, E]."""
+    """query: [B, N, S, D]; key: [B, G, U, D]; value: [B, G, U, E]; visible: bool, broadcast to [B, N, S, U]; sinks:
+    [N]. Returns [B, N, S, E]."""
     if sinks is None:
         return _scaled_dot_product(query, key, value, scale, visible)
     weights = probabilities(query, key, visible, scale, sinks)

@@ -1,0 +1,46 @@
+"""Grouped-query attention to what an indexer chooses (DeepSeek Sparse Attention, arXiv:2512.02556)."""
+
+from typing import ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from .attention import GroupedQueryAttention
+from .context import Context
+from .index_loss import Judged, index_loss
+from .selected_attention import SELECTED, Indexer, attend_selected
+
+
+class IndexedAttention(nn.Module):
+    """x: [T, H] -> [T, H]: `attention`, each token of which attends only to what `indexer` chooses for it.
+
+    attention: its window, chunk, softcap and learned bias are not used. Writes context.shared["selected"], the index.
+    """
+
+    uses_context = True
+    parallel_roles: ClassVar = {"indexer": "replicate"}
+
+    def __init__(self, attention: GroupedQueryAttention, indexer: Indexer):
+        super().__init__()
+        self.attention, self.indexer = attention, indexer
+        self.index_loss_over: Judged | None = None
+        self.index_loss: Tensor | None = None
+
+    def forward(self, x: Tensor, context: Context) -> Tensor:
+        attention = self.attention
+        query, key, value = attention.projections(x, context)
+        query, key = attention.positioned(query, key, context)
+        learns = self.index_loss_over is not None and torch.is_grad_enabled()
+        with torch.set_grad_enabled(learns):
+            scores = self.indexer.scores(x.detach(), x.detach(), context)
+        index = self.indexer.select(scores, context)
+        context.shared[SELECTED] = index
+        if learns and self.index_loss_over is not None:
+            self.index_loss = index_loss(
+                scores, query.detach(), key.detach(), index, context.lengths, attention.scale, self.indexer,
+                self.index_loss_over,
+            )  # fmt: skip
+        attended = attend_selected(
+            query, key, value, context.lengths, attention.scale, index, self.indexer.unit, sinks=attention.sinks
+        )
+        return attention.output(attention.gated(attended, x).flatten(-2))
