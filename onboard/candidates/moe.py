@@ -1,131 +1,386 @@
-"""Candidates for a routed mixture of experts, found by what flows: the router makes the index that experts receive."""
+"""Candidates for a routed mixture of experts, found by what flows: the router makes the index that experts receive.
+
+The block is solved part by part: experts for the index and the weights that they received, the router for the index and
+the weights that it gave, then what stands around them. What is left is enumerated, and the prover decides.
+"""
 
 import itertools
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from functools import cached_property
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from dayzero.onboard.candidates.evidence import Candidate, Evidence, Site, literal, size
-from dayzero.onboard.candidates.feed_forward import activations
-from dayzero.onboard.discover import Call, tensors
-from dayzero.runtime.weights import Source, Stored, Transpose
+from dayzero.onboard.candidates.evidence import Candidate, Evidence, Site, literal, present, size
+from dayzero.onboard.candidates.expert_banks import Bank, banks
+from dayzero.onboard.candidates.experts import propose_experts, run_experts
+from dayzero.onboard.candidates.feed_forward import propose_feed_forward
+from dayzero.onboard.candidates.nesting import Inner, below, site_below
+from dayzero.onboard.candidates.norm import propose_norm
+from dayzero.onboard.candidates.odd_routers import propose_odd_routers
+from dayzero.onboard.candidates.router import dense, propose_router
+from dayzero.onboard.discover import Call, same, tensors
+from dayzero.onboard.reference import state_of
+from dayzero.runtime.weights import Concat, Flatten, Source, Stored, Transpose
 
-SCORES = ("softmax", "sigmoid", "softmax_selected")
+TOLERANCE = 1e-9
+MOST = 64  # candidates handed to the prover
 
 
 def propose_moe(site: Site) -> list[Candidate]:
-    """Routers x experts: score function, renormalisation and its epsilon, scale, activation, layout of the experts."""
-    containers = {path: call for path, call in site.inner.items() if _stacked(call)}
-    if len(containers) != 1:
-        return []
-    experts_path, experts = next(iter(containers.items()))
-    index = _expert_index(experts)
-    if index is None:
-        return []
-    routers = {
-        path: call
-        for path, call in site.inner.items()
-        if path != experts_path and any(_equal(tensor, index) for tensor in tensors(call.output))
-    }
-    matrices = [
-        f"{path}.{name}"
-        for path, call in routers.items()
-        for name, parameter in call.module.named_parameters()
-        if parameter.ndim == 2
-    ]
-    extra = [
-        name for name, _ in site.module.named_parameters() if name not in matrices and not name.startswith(experts_path)
-    ]
-    if len(matrices) != 1 or extra:
-        return []
-    candidates = []
-    top_k = _top_k(site, next(iter(routers)), index.shape[-1])
-    for layout, act in itertools.product(_layouts(experts_path, experts, site), activations(site.operations)):
-        for score, (renormalise, eps), scale in itertools.product(SCORES, _renormalisations(site), _scales(site)):
-            if score == "softmax_selected" and renormalise.resolve(site.module, site.config):
-                continue  # its weights sum to one already
-            candidates.append(
-                Candidate(
-                    "MixtureOfExperts",
-                    {
-                        "hidden": size(matrices[0], 1),
-                        "experts": size(matrices[0], 0),
-                        "top_k": top_k,
-                        "width": size(*layout.width),
-                        "act": literal(act, "the trace's activation"),
-                        "score": literal(score, "enumerated"),
-                        "renormalise": renormalise,
-                        "renormalise_eps": eps,
-                        "scale": scale,
-                    },
-                    {"router.weight": Stored(matrices[0]), **layout.parameters},
-                )
-            )
-    order = {"softmax": "softmax", "softmax_selected": "softmax", "sigmoid": "sigmoid"}
-    return sorted(
-        candidates,
-        key=lambda c: order[c.arguments["score"].resolve(site.module, site.config)] not in site.operations.steps,
-    )
+    """Mixtures that agree, part by part, with what was captured inside the module."""
+    found: list[Candidate] = []
+    for bank in banks(site)[:1]:
+        parts = _Parts(site, bank)
+        for combined in itertools.islice(_combined(parts), MOST - len(found)):
+            found.append(combined)
+    return found
 
 
-def _stacked(call: Call) -> bool:
-    """Whether the module itself holds three-dimensional parameters of one leading dimension."""
-    shapes = [parameter.shape for parameter in call.module.parameters(recurse=False) if parameter.ndim == 3]
-    return len(shapes) >= 2 and len({shape[0] for shape in shapes}) == 1
+@dataclass
+class _Parts:
+    """The module taken apart around its routed experts."""
 
+    site: Site
+    bank: Bank
+    around: dict[str, "Evidence | Candidate"] = field(default_factory=dict)
+    parameters: dict[str, Source] = field(default_factory=dict)
 
-def _expert_index(experts: Call) -> Tensor | None:
-    found = [tensor for tensor in tensors((experts.args, experts.kwargs)) if tensor.dtype == torch.int64]
-    return found[0] if len(found) == 1 and found[0].ndim == 2 else None
+    @property
+    def stream(self) -> Tensor:
+        """[T, H]"""
+        hidden = self.site.call.hidden
+        return hidden.reshape(-1, hidden.shape[-1])
+
+    @cached_property
+    def container(self) -> Call | None:
+        return self.site.inner.get(self.bank.owner)
+
+    @cached_property
+    def index(self) -> Tensor | None:
+        """[T, K] int64: the experts that the container was told."""
+        call = self.container
+        if call is None:
+            return None
+        found = [t for t in tensors((call.args, call.kwargs)) if t.dtype == torch.int64 and t.ndim >= 2]
+        fits = [t for t in found if t.numel() % self.stream.shape[0] == 0]
+        whole = [t.reshape(self.stream.shape[0], -1) for t in fits]
+        # A mask over experts is no list of them.
+        return whole[0] if len(whole) == 1 and not (whole[0].shape[1] > 1 and int(whole[0].sum(1).max()) <= 1) else None
+
+    @cached_property
+    def weights(self) -> Tensor | None:
+        """[T, K]: the weights that the container was told."""
+        if self.index is None or self.container is None:
+            return None
+        held = [t for t in tensors((self.container.args, self.container.kwargs)) if t.is_floating_point()]
+        found = [t for t in held[1:] if t.numel() == self.index.numel()]
+        return found[0].reshape(self.index.shape) if len(found) == 1 else None
+
+    @cached_property
+    def expert_input(self) -> Tensor | None:
+        """[T, width] that the container read, None where that is not one row a token."""
+        if self.container is None:
+            return None
+        hidden = self.container.hidden.reshape(-1, self.container.hidden.shape[-1])
+        return hidden if hidden.shape[0] == self.stream.shape[0] else None
+
+    @cached_property
+    def router_path(self) -> str:
+        """The module whose output holds the index; the module itself where it routes in a method of its own."""
+        if self.index is not None:
+            for path, call in self.site.inner.items():
+                inside = f"{path}.".startswith(f"{self.bank.owner}.") or f"{self.bank.owner}.".startswith(f"{path}.")
+                if not inside and any(_equal(tensor, self.index) for tensor in tensors(call.output)):
+                    return path
+        return ""
+
+    @cached_property
+    def shared(self) -> dict[str, Candidate]:
+        """Feed-forward layers on the stream, by path, outermost ones."""
+        found: dict[str, Candidate] = {}
+        for path, call in reversed(self.site.inner.items()):
+            if self._is_of_bank_or_router(path) or any(path.startswith(f"{other}.") for other in found):
+                continue
+            if call.has_stream and call.hidden.shape[-1] == self.stream.shape[1] and _flat_same(call.hidden, self.stream):
+                inner = site_below(self.site, path)
+                fitting = (c for c in propose_feed_forward(inner) if _reproduces(c, inner))
+                if (best := next(fitting, None)) is not None:
+                    found[path] = below(path, best)
+        return found
+
+    def _is_of_bank_or_router(self, path: str) -> bool:
+        owners = [self.bank.owner, *([self.router_path] if self.router_path else [])]
+        return any(f"{path}.".startswith(f"{owner}.") for owner in owners)
+
+    @cached_property
+    def norms(self) -> dict[str, Candidate]:
+        """Norms by path that are not the router's, the first candidate that gives the captured values."""
+        found: dict[str, Candidate] = {}
+        for path, call in self.site.inner.items():
+            of_router = self.router_path and f"{path}.".startswith(f"{self.router_path}.")
+            vectors = all(p.ndim == 1 for p in call.module.parameters()) and any(True for _ in call.module.parameters())
+            if of_router or not vectors or not call.has_stream or isinstance(call.module, nn.Linear):
+                continue
+            inner = site_below(self.site, path)
+            fitting = (c for c in propose_norm(inner) if _reproduces(c, inner))
+            if (best := next(fitting, None)) is not None:
+                found[path] = below(path, best)
+        return found
+
+    @cached_property
+    def free(self) -> dict[str, Tensor]:
+        """Tensors that are not the experts', a shared layer's, a norm's or a projection's: those that may be the
+        router's."""
+        taken = set(self.bank.parameters)
+        for candidate in [*self.shared.values(), *self.norms.values()]:
+            taken |= {name for source in candidate.parameters.values() for name in source.names({})}
+        return {name: tensor for name, tensor in state_of(self.site.module).items() if name not in taken}
 
 
 def _equal(tensor: Tensor, index: Tensor) -> bool:
-    return tensor.dtype == index.dtype and tensor.shape == index.shape and torch.equal(tensor, index)
+    return tensor.dtype == index.dtype and tensor.numel() == index.numel() and torch.equal(tensor.reshape(index.shape), index)
 
 
-class _Layout:
-    def __init__(self, parameters: dict[str, Source], width: tuple[str, int, int]):
-        self.parameters, self.width = parameters, width
+def _flat_same(value: Tensor, stream: Tensor) -> bool:
+    return value.numel() == stream.numel() and torch.equal(value.reshape(stream.shape), stream)
 
 
-def _layouts(path: str, experts: Call, site: Site) -> list[_Layout]:
-    """gate_up [E, 2F, H] and down [E, H, F], each as it is or transposed, whichever the shapes allow."""
-    hidden = site.call.hidden.shape[-1]
-    named = [(f"{path}.{name}", p.shape) for name, p in experts.module.named_parameters(recurse=False) if p.ndim == 3]
-    layouts = []
-    for (first, one), (second, two) in itertools.permutations(named, 2):
-        for first_flipped, second_flipped in itertools.product((False, True), repeat=2):
-            rows, columns = reversed(one[1:]) if first_flipped else one[1:]
-            height, width = reversed(two[1:]) if second_flipped else two[1:]
-            if (columns, height, rows) != (hidden, hidden, 2 * width):
+def _loaded(candidate: Candidate, site: Site) -> nn.Module | None:
+    """The candidate as a block with the module's values, None where it cannot be built."""
+    try:
+        block = candidate.spec(site.module, site.config).build().to(torch.float64)
+        values = candidate.values(state_of(site.module))
+        block.load_state_dict(values, strict=True)
+    except (ValueError, TypeError, AttributeError, IndexError, KeyError, RuntimeError):
+        return None
+    return block
+
+
+def _reproduces(candidate: Candidate, site: Site) -> bool:
+    block = _loaded(candidate, site)
+    if block is None:
+        return False
+    with torch.no_grad():
+        ours = block(site.call.hidden.reshape(-1, site.call.hidden.shape[-1]))
+    return _close(ours, site.call.result)
+
+
+def _close(ours: Tensor, theirs: Tensor) -> bool:
+    if ours.numel() != theirs.numel():
+        return False
+    miss = torch.linalg.vector_norm(ours - theirs.reshape(ours.shape))
+    return bool(miss <= TOLERANCE * torch.linalg.vector_norm(theirs))
+
+
+def _combined(parts: _Parts) -> Iterator[Candidate]:
+    """Routers x experts x surroundings, those that hold on the captured values."""
+    width = parts.expert_input.shape[1] if parts.expert_input is not None else parts.stream.shape[1]
+    experts = [c for c in _experts(parts, width)]
+    if not experts:
+        return
+    routers = list(_routers(parts))
+    for router, container, around in itertools.product(routers, experts, list(_surroundings(parts, width))):
+        arguments, parameters = around
+        held = {"router": _with_block_scale(parts, router), "experts": container, **arguments}
+        if router.block == "JointRouter":
+            if (weighed := _weighed_shared(parts)) is None:
                 continue
-            gate_up: Source = Transpose(Stored(first)) if first_flipped else Stored(first)
-            down: Source = Transpose(Stored(second)) if second_flipped else Stored(second)
-            dim = 1 if second_flipped else 2
-            layouts.append(_Layout({"experts.gate_up": gate_up, "experts.down": down}, (second, dim, 1)))
-    return layouts
+            held["shared"] = weighed
+        for extra in _readings(parts, router, container):
+            yield Candidate("MixtureOfExperts", {**held, **extra}, dict(parameters))
 
 
-def _top_k(site: Site, router: str, observed: int) -> Evidence:
-    explained = site.explain(observed)
-    near = [evidence for evidence in explained if evidence.label.startswith(f"attribute {router}.")]
-    return (near or explained or [literal(observed, "seen at the experts")])[0]
+def _experts(parts: _Parts, width: int) -> Iterator[Candidate]:
+    inner = Inner(parts.site, parts.bank.owner if parts.container is not None else "")
+    norm = _expert_norm(parts)
+    for candidate in propose_experts(inner, parts.bank, width):
+        if parts.index is None or parts.weights is None or parts.expert_input is None or norm is not None:
+            yield candidate
+            continue
+        block = _loaded(candidate, parts.site)
+        assert parts.container is not None
+        if block is None:
+            continue
+        got = run_experts(block, parts.expert_input, parts.index, parts.weights)  # type: ignore[arg-type]
+        spare = parts.index >= parts.bank.experts
+        beyond = parts.expert_input * (parts.weights * spare).sum(-1, keepdim=True)
+        if _close(got, parts.container.result) or _close(got + beyond, parts.container.result):
+            yield candidate
 
 
-def _renormalisations(site: Site) -> list[tuple[Evidence, Evidence]]:
-    """Whether the weights are divided by their sum, and what is added to it: 0, or a tiny constant of the trace."""
-    zero = literal(0.0, "nothing is added")
-    no = (literal(False, "enumerated"), zero)
-    yes = [(literal(True, "enumerated"), zero)]
-    for value in sorted(site.operations.constants):
-        if 0 < value < 1e-5:
-            eps = (site.explain(value) or [literal(value, "constant in the trace")])[0]
-            yes.append((literal(True, "enumerated"), eps))
-    return [*yes, no] if "div" in site.operations.steps else [no, *yes]
+def _routers(parts: _Parts) -> Iterator[Candidate]:
+    hidden = parts.stream.shape[1]
+    inner = Inner(parts.site, parts.router_path)
+    prefix = f"{parts.router_path}." if parts.router_path else ""
+    linears = {f"{path}.weight" for path, call in parts.site.inner.items() if isinstance(call.module, nn.Linear)}
+    own = {name: tensor for name, tensor in parts.free.items() if name.startswith(prefix)}
+    loose = {name: tensor for name, tensor in parts.free.items() if name.rpartition(".")[0] not in linears}
+    matrices = [
+        name
+        for name, tensor in own.items()
+        if tensor.ndim == 2 and tensor.is_floating_point() and tensor.shape[1] == hidden and tensor.shape[0] > 1
+    ]
+    vectors = {
+        name: tensor.numel()
+        for name, tensor in {**own, **loose}.items()
+        if tensor.is_floating_point() and tensor.numel() == max(tensor.shape, default=0)
+    }
+    top_k = None if parts.index is None else parts.index.shape[1]
+    made = [candidate for matrix in matrices for candidate in propose_router(inner, matrix, vectors, hidden)]
+    made += propose_odd_routers(inner, matrices, vectors, parts.bank.experts, top_k)
+    for candidate in made:
+        block = _loaded(candidate, parts.site)
+        if block is None:
+            continue
+        if parts.index is None or parts.weights is None or _routes_alike(block, parts):
+            yield candidate
 
 
-def _scales(site: Site) -> list[Evidence]:
-    """Factors on the routing weights: 1, or a constant of the trace that a field explains."""
-    one = literal(1.0, "no factor in the trace")
-    explained = [site.explain(value)[:1] for value in sorted(site.operations.constants) if value > 1e-5]
-    return [*(evidence for found in explained for evidence in found), one]
+def _routes_alike(block: nn.Module, parts: _Parts) -> bool:
+    assert parts.index is not None and parts.weights is not None
+    with torch.no_grad():
+        try:
+            weights, index = block(parts.stream, parts.site.context)
+        except (RuntimeError, ValueError):
+            return False
+    classes = max(int(block.experts), int(parts.index.max()) + 1)  # type: ignore[arg-type]
+    if index.shape != parts.index.shape:
+        return False
+    got = dense(index, weights[:, : index.shape[1]], classes)
+    want = dense(parts.index, parts.weights, classes)
+    spare = got[:, parts.bank.experts :]
+    if _close(got, want):
+        return True
+    # The weights of classes without an expert may have been set to zero on their way.
+    got[:, parts.bank.experts :] = torch.where(want[:, parts.bank.experts :] == 0, 0.0, spare)
+    return _close(got, want)
+
+
+def _with_block_scale(parts: _Parts, router: Candidate) -> Candidate:
+    """A factor on the routed sum, which is the same as one on every weight."""
+    if "scale" in router.arguments or parts.container is None or router.block not in {"Router", "HashRouter"}:
+        return router
+    result = parts.container.result
+    whole = Inner(parts.site, "")
+    sequence = whole.operations.sequence
+    inside = Inner(parts.site, parts.bank.owner).operations.sequence
+    own = {step.numbers for step in inside if step.name == "mul" and step.shape[-1:] == result.shape[-1:]}
+    for step in sequence:
+        outside = step.name == "mul" and step.numbers and step.shape[-1:] == result.shape[-1:]
+        if outside and step.numbers not in own:
+            value = step.numbers[-1]
+            found = whole.cause(value)
+            if value != 1.0 or found.label.startswith("attribute"):
+                return Candidate(router.block, {**router.arguments, "scale": found}, router.parameters, router.when)
+    return router
+
+
+def _expert_norm(parts: _Parts) -> Candidate | None:
+    inside = [c for path, c in parts.norms.items() if path.startswith(f"{parts.bank.owner}.") and parts.bank.owner]
+    return inside[0] if len(inside) == 1 else None
+
+
+_Around = tuple[dict[str, Evidence | Candidate], dict[str, Source]]
+
+
+def _surroundings(parts: _Parts, width: int) -> Iterator[_Around]:
+    """What stands around the experts, by whose values are whose."""
+    arguments: dict[str, Evidence | Candidate] = {}
+    parameters: dict[str, Source] = {}
+    given = parts.container.result if parts.container is not None else None
+    if (norm := _expert_norm(parts)) is not None:
+        arguments["expert_norm"] = norm
+    for path, norm in parts.norms.items():
+        call = parts.site.inner[path]
+        if same(call.result, parts.site.call.result):
+            arguments["output_norm"] = norm
+        elif parts.expert_input is not None and _flat_same(call.result, parts.expert_input):
+            arguments["latent_norm"] = norm
+        elif given is not None and call.hidden.numel() == given.numel() and same(call.hidden, given):
+            arguments["routed_norm"] = norm
+    linears = {p: c for p, c in parts.site.inner.items() if isinstance(c.module, nn.Linear) and c.has_stream}
+    outside = {p: c for p, c in linears.items() if not parts._is_of_bank_or_router(p) and not _within(p, parts.shared)}
+    if not (parts.expert_input is None or _flat_same(parts.expert_input, parts.stream)):
+        latent = _latent(parts, outside, width)
+        if latent is None:
+            return
+        arguments |= latent[0]
+        parameters |= latent[1]
+    gates = [p for p, c in outside.items() if c.module.weight.shape[0] == 1 and _flat_same(c.hidden, parts.stream)]
+    if len(gates) == 1:
+        arguments["shared_gate"] = literal(True, f"{gates[0]} has one output")
+        parameters["gate.weight"] = Stored(f"{gates[0]}.weight")
+    for shared in parts.shared.values():
+        arguments["shared"] = shared
+    biases = [n for n, t in parts.free.items() if t.ndim == 1 and "." not in n and t.numel() == parts.stream.shape[1]]
+    if len(biases) == 1:
+        arguments["bias"] = literal(True, f"the parameter {biases[0]}")
+        parameters["bias"] = Stored(biases[0])
+    halved = [s for s in parts.site.operations.sequence if s.name == "div" and s.numbers[-1:] == (2.0,)]
+    if halved:
+        arguments["average"] = literal(True, "the trace halves the sum")
+    yield arguments, parameters
+
+
+def _within(path: str, owners: dict[str, Candidate]) -> bool:
+    return any(f"{path}.".startswith(f"{owner}.") for owner in owners)
+
+
+def _latent(parts: _Parts, linears: dict[str, Call], width: int) -> _Around | None:
+    """The projections to the experts' width and back."""
+    hidden = parts.stream.shape[1]
+    into = [p for p, c in linears.items() if tuple(c.module.weight.shape) == (width, hidden)]
+    out_of = [p for p, c in linears.items() if tuple(c.module.weight.shape) == (hidden, width)]
+    if len(into) != 1 or len(out_of) != 1:
+        return None
+    parameters: dict[str, Source] = {}
+    for name, path in (("into", into[0]), ("out_of", out_of[0])):
+        parameters[f"{name}.weight"] = Stored(f"{path}.weight")
+        if linears[path].module.bias is not None:
+            parameters[f"{name}.bias"] = Stored(f"{path}.bias")
+    return {
+        "hidden": size(f"{into[0]}.weight", 1),
+        "latent_bias": present(f"{into[0]}.bias"),
+    }, parameters
+
+
+def _weighed_shared(parts: _Parts) -> Candidate | None:
+    """Shared experts [S, F, H] that the router weighs, as one feed-forward layer of width S * F."""
+    for bank in banks(parts.site)[1:]:
+        if len(bank.matrices) != 3:
+            continue
+        inner = Inner(parts.site, bank.owner)
+        for container in propose_experts(inner, bank, parts.stream.shape[1]):
+            gate_up = container.parameters["gate_up"]
+            if not isinstance(gate_up, Concat):
+                continue
+            gate, up = (Flatten(0, part) for part in gate_up.parts)
+            down = Transpose(Flatten(0, Transpose(container.parameters["down"])))
+            arguments: dict[str, Evidence | Candidate] = {
+                "hidden": container.arguments["hidden"],
+                "width": _product(container.arguments["experts"], container.arguments["width"]),
+                "act": container.arguments["act"],
+                "parts": container.arguments["experts"],
+            }
+            weights: dict[str, Source] = {"gate.weight": gate, "up.weight": up, "down.weight": down}
+            return Candidate("GatedFeedForward", arguments, weights)
+    return None
+
+
+def _product(a: Evidence | Candidate, b: Evidence | Candidate) -> Evidence:
+    return Evidence(f"{a.label} * {b.label}", lambda module, config: a.resolve(module, config) * b.resolve(module, config))
+
+
+def _readings(parts: _Parts, router: Candidate, container: Candidate) -> Iterator[dict[str, Evidence | Candidate]]:
+    """Where the weights enter, and what classes without an expert give."""
+    classes = router.arguments["experts"].resolve(parts.site.module, parts.site.config)
+    weighed: list[dict[str, Evidence | Candidate]] = [{}]
+    if parts.weights is None:
+        weighed.append({"weigh": literal("input", "enumerated")})
+    spare: list[dict[str, Evidence | Candidate]] = [{}]
+    if isinstance(classes, int) and classes > parts.bank.experts:
+        spare.append({"spare": literal("identity", "enumerated")})
+    for a, b in itertools.product(weighed, spare):
+        yield {**a, **b}
