@@ -96,7 +96,9 @@ class Proven:
     rotaries: list[ProvenRotary]
     tied: bool
     embed_scale: Evidence
-    logits: tuple[str, Evidence]
+    logit_scale: Evidence
+    logit_softcap: Evidence | None
+    logit_rows: Evidence | None
     merge: Attempt | None = None
 
 
@@ -174,7 +176,6 @@ def prove_model(
     if unproven or norm is None:
         raise NotProven(unproven)
     head, embed = parts.calls[parts.head].module, parts.calls[parts.embed].module
-    kind, factor = parts.logits
     proven = Proven(
         parts=parts,
         layers=layers,
@@ -183,7 +184,9 @@ def prove_model(
         rotaries=rotaries.proven,
         tied=head.weight is embed.weight,
         embed_scale=explain_factor(parts.embed_scale, embed, prover.config),
-        logits=(kind, explain_factor(factor, reference, prover.config)),
+        logit_scale=explain_factor(parts.logits.scale, reference, prover.config),
+        logit_softcap=_explained(parts.logits.softcap, reference, prover.config),
+        logit_rows=_explained(parts.logits.rows, reference, prover.config),
         merge=merge,
     )
     return proven, prover.attempts
@@ -269,6 +272,10 @@ def _scale(unit: Unit) -> Attempt:
     return Attempt(Candidate("ChannelScale", {"width": width}, {"weight": Stored(unit.path)}), 0.0, "wiring")
 
 
+def _explained(value: float | None, reference: nn.Module, config: Any) -> Evidence | None:
+    return None if value is None else explain_factor(value, reference, config)
+
+
 def _factors(reads: Mapping[str, float], prover: _Prover, layer: str) -> dict[str, Evidence]:
     module = prover.calls[layer].module
     return {name: explain_factor(factor, module, prover.config) for name, factor in reads.items()}
@@ -333,8 +340,6 @@ def specification_of(
         proof = Proof(status="proven", module=rotary.path, error=ROTARY_TOLERANCE, evidence=evidence)
         block = rotary.candidate.spec(model.get_submodule(rotary.path), config)
         rotaries.append(block.model_copy(update={"proof": proof}))
-    relation, factor = proven.logits
-    value = factor.resolve(model, config)
     embed_norm = None
     if proven.embed_norm is not None and parts.embed_norm is not None:
         embed_norm = _block(proven.embed_norm, model.get_submodule(parts.embed_norm), config, parts.embed_norm)
@@ -351,8 +356,9 @@ def specification_of(
         embed_scale=proven.embed_scale.resolve(embed, config),
         embed_norm=embed_norm,
         head_bias=getattr(head, "bias", None) is not None,
-        logit_scale=value if relation == "scale" else 1.0,
-        logit_softcap=value if relation == "softcap" else None,
+        logit_scale=proven.logit_scale.resolve(model, config),
+        logit_softcap=proven.logit_softcap.resolve(model, config) if proven.logit_softcap else None,
+        logit_rows=int(proven.logit_rows.resolve(model, config)) if proven.logit_rows else None,
         streams=_streams(proven, model, config),
         merge=merge,
         layer_kinds=kinds,

@@ -7,7 +7,7 @@ what the logits are made of. What is inside a layer is solved by `layer_wiring`.
 import itertools
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor, nn
@@ -31,10 +31,20 @@ __all__ = [
 ]
 
 
+@dataclass(frozen=True)
+class Logits:
+    """softcap * tanh(scale * head / softcap), or scale * head; of the head's rows the first `rows`, None for all. A
+    factor between the last norm and the head counts as the logits'."""
+
+    scale: float = 1.0
+    softcap: float | None = None
+    rows: int | None = None
+
+
 @dataclass
 class ModelParts:
     """Paths of the parts. layers: path of the list, of `count` members. embed_scale: what multiplies the rows of the
-    embedding table. logits: ("scale", s) for s * head, ("softcap", c) for c * tanh(head / c). streams: how many
+    embedding table. logits: how they follow from the head. streams: how many
     copies of the embeddings the layers pass on; merge: what makes one of them again. calls: of the whole forward pass
     by path."""
 
@@ -45,7 +55,7 @@ class ModelParts:
     count: int
     norm: str
     head: str
-    logits: tuple[str, float]
+    logits: "Logits"
     streams: int = 1
     merge: str | None = None
     calls: dict[str, Call] = field(repr=False, default_factory=dict)
@@ -67,12 +77,19 @@ def discover(model: nn.Module, ids: Tensor) -> ModelParts:
     head, relation = _head(model, calls, logits)
     norm = _only(
         "final norm",
-        [p for p, c in calls.items() if c.has_stream and same(c.hidden, last) and same(c.result, calls[head].hidden)]
+        [p for p, c in calls.items() if c.has_stream and same(c.hidden, last) and _feeds(c, calls[head])]
         if not same(last, calls[head].hidden)
         else [],
         deepest=True,
     )
+    after_norm = solve(calls[head].hidden, {"norm": calls[norm].result})["norm"]
+    relation = replace(relation, scale=relation.scale * after_norm)
     return ModelParts(embed, scale, embed_norm, layers, count, norm, head, relation, streams, merge, calls)
+
+
+def _feeds(call: Call, head: Call) -> bool:
+    """Whether the head reads what the call gives, or a multiple of it."""
+    return call.result.shape == head.hidden.shape and bool(solve(head.hidden, {"norm": call.result}))
 
 
 def _reads(call: Call, value: Tensor) -> bool:
@@ -106,28 +123,54 @@ def _before_layers(
     raise Undiscovered(f"the first layer is not fed the rows of {embed}, nor a multiple or a norm of them")
 
 
-def _head(model: nn.Module, calls: Mapping[str, Call], logits: Tensor) -> tuple[str, tuple[str, float]]:
+def _head(model: nn.Module, calls: Mapping[str, Call], logits: Tensor) -> tuple[str, Logits]:
     """The projection to the vocabulary and how the logits follow from it."""
     linears = {
-        path: call
+        path: call.result[..., : logits.shape[-1]]
         for path, call in calls.items()
-        if call.has_stream and _owns_parameters(call.module) and call.result.shape == logits.shape
+        if call.has_stream
+        and _owns_parameters(call.module)
+        and call.result.shape[:-1] == logits.shape[:-1]
+        and call.result.shape[-1] >= logits.shape[-1]
     }
-    found = {path: solve(logits, {"head": call.result}) for path, call in linears.items()}
-    exact = [path for path, scale in found.items() if scale]
-    if exact:
-        head = _only("head", exact, deepest=True)
-        relation = ("scale", found[head]["head"])
-    else:
-        caps = {path: _softcap(logits, call.result) for path, call in linears.items()}
-        head = _only("head", [path for path, cap in caps.items() if cap], deepest=True)
-        relation = ("softcap", float(caps[head] or 0.0))
+    found = {path: _relation(model, logits, raw) for path, raw in linears.items()}
+    head = _only("head", [path for path, relation in found.items() if relation], deepest=True)
+    scale, softcap = found[head] or (1.0, None)
+    rows = logits.shape[-1] if logits.shape[-1] != calls[head].result.shape[-1] else None
+    relation = Logits(scale, softcap, rows)
     module = calls[head].module
     bias = getattr(module, "bias", None)
     product = nn.functional.linear(calls[head].hidden, module.weight, bias)  # type: ignore[arg-type]
     if not same(product, calls[head].result):
         raise Undiscovered(f"head: what {head} gives is not the product with its matrix")
     return head, relation
+
+
+def _relation(model: nn.Module, logits: Tensor, raw: Tensor) -> tuple[float, float | None] | None:
+    """(scale, softcap) where logits = softcap * tanh(scale * raw / softcap); None where they are something else."""
+    if found := solve(logits, {"head": raw}):
+        return found["head"], None
+    if (cap := _softcap(logits, raw)) is not None:
+        return 1.0, cap
+    for cap in _numbers(model):
+        if cap > float(logits.abs().max()) and (found := solve(cap * torch.atanh(logits / cap), {"head": raw})):
+            return found["head"], cap
+    return None
+
+
+def _numbers(model: nn.Module) -> list[float]:
+    """Numbers that the config holds, nested ones too."""
+    found: set[float] = set()
+
+    def walk(held: object) -> None:
+        if isinstance(held, dict):
+            for value in held.values():
+                walk(value)
+        elif isinstance(held, (int, float)) and not isinstance(held, bool):
+            found.add(float(held))
+
+    walk(model.config.to_dict())  # type: ignore[union-attr, operator]
+    return sorted(found)
 
 
 def _softcap(logits: Tensor, raw: Tensor) -> float | None:

@@ -169,8 +169,13 @@ def _difference(before: Proven, after: Proven, model: torch.nn.Module) -> str:
         changes += [f"{name} goes" for name in old_parts.keys() - {part.unit.name for part in new_layer.parts}]
         changes += _rewired("the layer", old_layer.gives, new_layer.gives)
     changes += _rewired("embedding", {"rows": before.embed_scale}, {"rows": after.embed_scale})
-    changes += _rewired("logits", dict([before.logits]), dict([after.logits]))
+    changes += _rewired("logits", _logit_factors(before), _logit_factors(after))
     return "; ".join(dict.fromkeys(changes))[:300]
+
+
+def _logit_factors(proven: Proven) -> dict[str, Evidence]:
+    held = {"scale": proven.logit_scale, "softcap": proven.logit_softcap, "rows": proven.logit_rows}
+    return {name: evidence for name, evidence in held.items() if evidence is not None}
 
 
 def _changed(name: str, before: ProvenPart, after: ProvenPart) -> list[str]:

@@ -9,16 +9,20 @@ from torch.utils.checkpoint import checkpoint
 
 
 class Head(NamedTuple):
-    """What makes logits of hidden states. weight: [V, H]; bias: [V] or None; scale and softcap as in `CausalLM`."""
+    """What makes logits of hidden states. weight: [V, H]; bias: [V] or None; scale, softcap and rows as in
+    `CausalLM`."""
 
     weight: Tensor
     bias: Tensor | None = None
     scale: float = 1.0
     softcap: float | None = None
+    rows: int | None = None
 
     def logits(self, x: Tensor) -> Tensor:
         """x: [T, H] -> [T, V] in x's dtype."""
         logits = F.linear(x, self.weight, self.bias)
+        if self.rows is not None:
+            logits = logits[..., : self.rows]
         if self.scale != 1.0:
             logits = logits * self.scale
         return logits if self.softcap is None else self.softcap * torch.tanh(logits / self.softcap)

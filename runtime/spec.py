@@ -158,6 +158,7 @@ class ModelSpec(Record):
     head_bias: bool = False
     logit_scale: float = 1.0
     logit_softcap: float | None = None
+    logit_rows: int | None = None
     streams: int = 1
     merge: BlockSpec | None = None
     layer_kinds: list[LayerKind]
@@ -189,6 +190,7 @@ class ModelSpec(Record):
             head_bias=self.head_bias,
             logit_scale=self.logit_scale,
             logit_softcap=self.logit_softcap,
+            logit_rows=self.logit_rows,
             streams=self.streams,
             merge=self.merge.build() if self.merge is not None else None,
         )

@@ -15,7 +15,8 @@ class CausalLM(nn.Module):
 
     rotaries: the tables that layers choose from, in order. tied: the head reuses the embedding matrix; otherwise it has
     its own, [V, H]. embed_scale multiplies the embeddings, embed_norm follows them. The logits are logit_softcap *
-    tanh(logit_scale * (W x + b) / logit_softcap); logit_softcap None: just scaled. streams: copies of the embeddings
+    tanh(logit_scale * (W x + b) / logit_softcap); logit_softcap None: just scaled. logit_rows: of a head
+    padded to a round number of rows, those that are tokens. streams: copies of the embeddings
     that layers pass on, [T, streams, H]; merge makes [T, H] of them after the last layer.
     """
 
@@ -32,6 +33,7 @@ class CausalLM(nn.Module):
         head_bias: bool = False,
         logit_scale: float = 1.0,
         logit_softcap: float | None = None,
+        logit_rows: int | None = None,
         streams: int = 1,
         merge: nn.Module | None = None,
     ):
@@ -41,7 +43,7 @@ class CausalLM(nn.Module):
         self.norm = norm
         self.rotaries = nn.ModuleList(rotaries)
         self.embed_scale, self.embed_norm = embed_scale, embed_norm
-        self.logit_scale, self.logit_softcap = logit_scale, logit_softcap
+        self.logit_scale, self.logit_softcap, self.logit_rows = logit_scale, logit_softcap, logit_rows
         self.streams, self.merge = streams, merge
         self.head = None if tied else nn.Linear(hidden, vocabulary, bias=False)
         self.head_bias = nn.Parameter(torch.empty(vocabulary)) if head_bias else None
@@ -79,7 +81,7 @@ class CausalLM(nn.Module):
             x = self.merge(x)
         x = self.norm(x)
         weight = self.embed.weight if self.head is None else self.head.weight
-        head = Head(weight, self.head_bias, self.logit_scale, self.logit_softcap)
+        head = Head(weight, self.head_bias, self.logit_scale, self.logit_softcap, self.logit_rows)
         return head.logits(x) if labels is None else summed_cross_entropy(x, head, labels, loss_chunk)
 
 

@@ -117,5 +117,8 @@ class StreamMerge(nn.Module):
 class StreamMean(nn.Module):
     """The mean over streams: [T, n, H] -> [T, H]."""
 
+    def __init__(self) -> None:
+        super().__init__()
+
     def forward(self, streams: Tensor) -> Tensor:
         return streams.mean(1)

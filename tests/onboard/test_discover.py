@@ -4,7 +4,7 @@ import pytest
 import strange
 import torch
 
-from dayzero.onboard.discover import Undiscovered, discover, mixes_tokens, record_calls, same
+from dayzero.onboard.discover import Logits, Undiscovered, discover, mixes_tokens, record_calls, same
 from dayzero.onboard.reference import Promote, redraw
 
 IDS = torch.randint(3, 131, (2, 9), generator=torch.Generator().manual_seed(0))
@@ -20,7 +20,7 @@ def model():
 def test_parts_are_found_by_what_flows(model):
     parts = discover(model, IDS)
     assert (parts.embed, parts.layers, parts.count, parts.norm, parts.head) == ("glyphs", "tower", 2, "calm", "mouth")
-    assert (parts.embed_scale, parts.embed_norm, parts.logits) == (1.0, None, ("scale", 1.0))
+    assert (parts.embed_scale, parts.embed_norm, parts.logits) == (1.0, None, Logits())
 
 
 def test_recording_leaves_no_hooks_and_keeps_what_was_seen(model):
@@ -79,15 +79,32 @@ def test_capped_logits_are_found(model, cap):
         return SimpleNamespace(logits=torch.tanh(output.logits / cap) * cap)
 
     model.forward = capped
-    kind, value = discover(model, IDS).logits
-    assert kind == "softcap"
-    assert value == pytest.approx(cap, rel=1e-9)
+    found = discover(model, IDS).logits
+    assert found.softcap == pytest.approx(cap, rel=1e-9)
+    assert (found.scale, found.rows) == (1.0, None)
 
 
 def test_scaled_logits_are_found(model):
     held = type(model).forward
     model.forward = lambda input_ids, use_cache=False: SimpleNamespace(logits=held(model, input_ids).logits / 8.0)
-    assert discover(model, IDS).logits == ("scale", 0.125)
+    assert discover(model, IDS).logits == Logits(scale=0.125)
+
+
+def test_logits_of_a_padded_head_are_its_first_rows(model):
+    held = type(model).forward
+    model.forward = lambda input_ids, use_cache=False: SimpleNamespace(logits=held(model, input_ids).logits[..., :120])
+    assert discover(model, IDS).logits == Logits(rows=120)
+
+
+def test_logits_that_are_scaled_and_then_capped(model):
+    held = type(model).forward
+    model.config.cap = 12.5
+
+    def capped(input_ids, use_cache=False):
+        return SimpleNamespace(logits=torch.tanh(held(model, input_ids).logits * 0.5 / 12.5) * 12.5)
+
+    model.forward = capped
+    assert discover(model, IDS).logits == Logits(scale=0.5, softcap=12.5)
 
 
 def test_logits_that_are_something_else_have_no_head(model):
