@@ -8,6 +8,7 @@ import contextlib
 import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -308,14 +309,11 @@ class _Solver:
 
     def _norms(self, width: int) -> list[_Norm]:
         """RMS norms below the module that take vectors of this width."""
-        return [norm for norm in self._all_norms() if self._width(norm) in {width, None}]
+        return [norm for norm in self._all_norms if self._width(norm) in {width, None}]
 
+    @cached_property
     def _all_norms(self) -> list[_Norm]:
-        if not hasattr(self, "_norms_found"):
-            self._norms_found = [
-                norm for path, call in self.site.inner.items() for norm in _norms_of(path, call, self.site)
-            ]
-        return self._norms_found
+        return list(_distinct_norms(self.site))
 
     def _width(self, norm: _Norm) -> int | None:
         """The norm's width, None for one without a weight that takes any."""
