@@ -8,12 +8,14 @@ that can be resolved again on another model: the shrunk one, one with changed co
 from collections.abc import Callable
 
 from dayzero.onboard.candidates.attention import propose_attention
+from dayzero.onboard.candidates.compressed_attention import propose_compressed_attention
 from dayzero.onboard.candidates.delta_rule import propose_delta_rule
 from dayzero.onboard.candidates.evidence import Candidate, Evidence, Site, site_of
 from dayzero.onboard.candidates.feed_forward import propose_feed_forward
 from dayzero.onboard.candidates.latent_attention import propose_latent_attention
 from dayzero.onboard.candidates.moe import propose_moe
 from dayzero.onboard.candidates.norm import propose_norm
+from dayzero.onboard.candidates.selective_scan import propose_mamba
 from dayzero.onboard.candidates.sparse_attention import propose_sparse_attention
 from dayzero.onboard.candidates.state_space import propose_mamba2
 from dayzero.onboard.candidates.streams import propose_connection, propose_merge
@@ -24,9 +26,11 @@ PROPOSERS: dict[str, tuple[Callable[[Site], list[Candidate]], ...]] = {
     "mixer": (
         propose_attention,
         propose_latent_attention,
+        propose_compressed_attention,
         propose_sparse_attention,
         propose_delta_rule,
         propose_mamba2,
+        propose_mamba,
     ),
     "ffn": (propose_feed_forward, propose_moe),
     "connection": (propose_connection,),

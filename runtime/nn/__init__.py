@@ -9,6 +9,8 @@ from .block_indexer import BlockIndexer
 from .carried_router import CarriedRouter
 from .causal_lm import CausalLM
 from .channel_scale import ChannelScale
+from .compressed_attention import CompressedAttention
+from .compressor import CompressedIndexer, Compressor
 from .context import Context
 from .decoder_layer import DecoderLayer
 from .experts import Experts
@@ -23,6 +25,7 @@ from .joint_router import JointRouter
 from .latent_attention import LatentAttention
 from .layer_norm import LayerNorm
 from .lifted import Inside, Lifted
+from .mamba import Mamba
 from .mamba2 import Mamba2
 from .moe import MixtureOfExperts
 from .norm import GatedRMSNorm, RMSNorm, ScaledFirstRMSNorm, SelfGatedRMSNorm
@@ -42,6 +45,9 @@ BLOCKS = {
         CausalLM,
         ChannelScale,
         ClampedGLU,
+        CompressedAttention,
+        CompressedIndexer,
+        Compressor,
         DecoderLayer,
         Experts,
         FeedForward,
@@ -60,6 +66,7 @@ BLOCKS = {
         LayerNorm,
         Lifted,
         LightningIndexer,
+        Mamba,
         Mamba2,
         MeanPooledIndexer,
         MixtureOfExperts,
@@ -87,6 +94,9 @@ __all__ = [
     "CausalLM",
     "ChannelScale",
     "ClampedGLU",
+    "CompressedAttention",
+    "CompressedIndexer",
+    "Compressor",
     "Context",
     "DecoderLayer",
     "Experts",
@@ -106,6 +116,7 @@ __all__ = [
     "LayerNorm",
     "Lifted",
     "LightningIndexer",
+    "Mamba",
     "Mamba2",
     "MeanPooledIndexer",
     "MixtureOfExperts",
