@@ -28,6 +28,10 @@ class Train(Section):
     precision: Precision = Field(default="bf16", description="bf16: compute in bfloat16, update in float32; or fp32")
     seed: int = Field(default=0, ge=0, description="of adapters, dropout, random weights and the data order")
     deterministic: bool = Field(default=True, description="the same run gives the same losses, bit for bit")
+    max_skipped: int = Field(
+        default=3, ge=0, description="steps in a row that are left out for a loss that is no number"
+    )
+    timeout: float = Field(default=30.0, gt=0, description="minutes that a rank waits for the others")
 
 
 class Data(Section):
@@ -108,6 +112,8 @@ class Checkpoint(Section):
 
     every: int = Field(default=50, ge=1, description="steps between checkpoints; the last step always has one")
     keep: int = Field(default=2, ge=1, description="newest checkpoints to keep")
+    keep_best: int = Field(default=0, ge=0, description="and those with the lowest held-out loss; needs --eval-data")
+    asynchronous: bool = Field(default=True, description="train on while a copy in host memory is written")
 
 
 class Evaluation(Section):

@@ -1,6 +1,7 @@
 """What a run is asked to do, checked in full before any process starts."""
 
 import json
+import os
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +17,7 @@ from dayzero.runtime.headers import read_headers
 from dayzero.runtime.load import check_same_checkpoint
 from dayzero.runtime.lora import apply_lora
 from dayzero.runtime.nn import CausalLM, MixtureOfExperts
+from dayzero.runtime.optimizer import make_optimizer
 from dayzero.runtime.package import Package, load_package
 from dayzero.runtime.parallel import Layout
 from dayzero.runtime.processes import device_gib
@@ -65,13 +67,22 @@ def prepare(
             expected="one that reproduces its reference",
             hint=f"Read {made.folder / 'REPORT.md'}: training it would train another model than the checkpoint's.",
         )
+    resume = resume or _is_restart(run)
     before = _record_of(run) if resume else {}
-    file = made.folder / "train.yaml"
+    file, overrides = made.folder / "train.yaml", list(overrides)
     config = load_config(before.get("config", file if file.is_file() else None), overrides)
+    config, notes = _same_batches(config, overrides, before.get("batches_per_step"), world)
     data, eval_data = data or _path(before, "data"), eval_data or _path(before, "eval_data")
     if data is None:
         raise InputError("--data", found="left out", expected="a file of training examples")
     model = meta_model(made, config)
+    make_optimizer(model, config.optimizer)  # refuses settings of a role that this model does not have
+    if config.checkpoint.keep_best and eval_data is None:
+        raise InputError(
+            "checkpoint.keep_best",
+            found=f"{config.checkpoint.keep_best}, and no held-out data",
+            expected="--eval-data, whose loss tells which checkpoint is best",
+        )
     layout = _layout(made, config, world)
     layout.check_experts([m.experts.experts for m in model.modules() if isinstance(m, MixtureOfExperts)])
     if made.checkpoint is None:
@@ -89,12 +100,7 @@ def prepare(
     examples = {"train": _read(data, tokenizer, made, config)}
     if eval_data is not None:
         examples["eval"] = _read(eval_data, tokenizer, made, config)
-    notes = [f"{name}: {rows.summary()}" for name, rows in examples.items()]
-    if (
-        before.get("batches_per_step", layout.world * config.train.accumulation)
-        != layout.world * config.train.accumulation
-    ):
-        notes.append("other ranks or accumulation than before: the rest of the run sees the data in another order")
+    notes += [f"{name}: {rows.summary()}" for name, rows in examples.items()]
     job = Job(
         made.folder.resolve(), made.checkpoint, data, eval_data, run.resolve(), config, layout, resume, tuple(notes)
     )
@@ -102,7 +108,9 @@ def prepare(
         (run / "data").mkdir(parents=True, exist_ok=True)
         for name, rows in examples.items():
             store_examples(run / "data" / f"{name}.pt", rows)
-        (run / "run.json").write_text(json.dumps(_record(job), indent=1) + "\n")
+        record = run / "run.json.partial"
+        record.write_text(json.dumps(_record(job), indent=1) + "\n")
+        record.replace(run / "run.json")
     return job
 
 
@@ -143,6 +151,41 @@ def _record_of(run: Path) -> dict[str, Any]:
         return {name: record[name] for name in ("data", "eval_data", "config", "batches_per_step")}
     except (ValueError, KeyError, TypeError) as error:
         raise InputError(str(file), found=f"{type(error).__name__}: {error}", expected="the record of a run") from None
+
+
+def _is_restart(run: Path) -> bool:
+    """Whether the launcher that started this process has started processes for this run before: it restarts them with
+    the same command, which says nothing of --resume. Its restart count is not asked: every node counts its own."""
+    launcher = _launcher()
+    if launcher is None or not (run / "run.json").is_file():
+        return False
+    try:
+        return json.loads((run / "run.json").read_text()).get("launcher") == launcher
+    except ValueError:
+        return False
+
+
+def _launcher() -> str | None:
+    """The id of torchrun's job, where it is one of its own."""
+    name = os.environ.get("TORCHELASTIC_RUN_ID")
+    return name if name not in (None, "", "none") else None
+
+
+def _same_batches(
+    config: TrainConfig, overrides: list[str], before: int | None, world: int
+) -> tuple[TrainConfig, list[str]]:
+    """Settings under which a step of a resumed run has as many batches as before, where the ranks allow it, and notes.
+
+    before: batches in a step of the run, None for a new one.
+    """
+    now = world * config.train.accumulation
+    if before is None or now == before:
+        return config, []
+    if any(override.partition("=")[0].strip() == "train.accumulation" for override in overrides) or before % world:
+        return config, ["other ranks or accumulation than before: the rest of the run sees the data in another order"]
+    train = config.train.model_copy(update={"accumulation": before // world})
+    note = f"{world} ranks accumulate {before // world}: a step has the {before} batches that it had before"
+    return config.model_copy(update={"train": train}), [note]
 
 
 def _path(record: dict[str, Any], name: str) -> Path | None:
@@ -208,6 +251,7 @@ def _read(file: Path, tokenizer: Any, package: Package, config: TrainConfig) -> 
 
 def _record(job: Job) -> dict[str, Any]:
     return {
+        "launcher": _launcher(),
         "package": str(job.package),
         "checkpoint": str(job.checkpoint),
         "data": str(job.data.resolve()),

@@ -1,6 +1,7 @@
 """Processes: joins those of a launcher that is already there, else starts them, and says in a line what went wrong."""
 
 import logging
+import multiprocessing as mp
 import os
 import select
 import shutil
@@ -14,12 +15,13 @@ from multiprocessing import forkserver
 from pathlib import Path
 from typing import Any
 
-from dayzero.runtime import checkpointing
+from dayzero.runtime import checkpointing, flight_recorder
 from dayzero.runtime.errors import InputError, RunFailed
 from dayzero.runtime.job import Job
 
 WORKER_MODULES = ["dayzero.runtime.train", "torch._dynamo"]
-LOST_NEIGHBOUR = ("Connection closed by peer", "Connection reset", "Broken pipe", "NCCL communicator was aborted")
+SIGNALS = "SIGINT,SIGHUP,SIGQUIT"  # that end all ranks at once; SIGTERM lets them save
+SHUTDOWN_SECONDS = "5"  # that a rank has to end once another has failed
 
 
 def world_size(nproc: int) -> int:
@@ -42,8 +44,8 @@ def start_server() -> None:
 def run(job: Job, nproc: int, restarts: int = 0) -> None:
     """Trains. Returns in the parent, or in each rank of an outer launcher, when all is done.
 
-    restarts: how often processes that fail are started again from the last checkpoint. Raises RunFailed, or InputError
-    for what only a rank can see.
+    restarts: how often processes that fail are started again from the last checkpoint. After SIGTERM the ranks write a
+    checkpoint and all is done. Raises RunFailed, or InputError for what only a rank can see.
     """
     if launched() or nproc == 1:
         _run_here(job)
@@ -52,8 +54,10 @@ def run(job: Job, nproc: int, restarts: int = 0) -> None:
 
 
 def _run_here(job: Job) -> None:
+    from dayzero.runtime import stopping
+
     try:
-        _train(job)
+        _train(job, stopping.on_sigterm() if threading.current_thread() is threading.main_thread() else None)
     except KeyboardInterrupt:
         raise _interrupted(job) from None
     except InputError:
@@ -70,7 +74,10 @@ def _run_processes(job: Job, nproc: int, restarts: int) -> None:
     for name in list(logging.root.manager.loggerDict):
         if name.startswith("torch.distributed"):
             logging.getLogger(name).setLevel(logging.CRITICAL)
+    os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", SHUTDOWN_SECONDS)
     start_server()
+    stop = mp.get_context("forkserver").Event()
+    signal.signal(signal.SIGTERM, lambda *_: stop.set())
     scratch = _logs(job) / "launcher"
     config = LaunchConfig(
         min_nodes=1,
@@ -82,10 +89,11 @@ def _run_processes(job: Job, nproc: int, restarts: int) -> None:
         max_restarts=restarts,
         monitor_interval=0.2,
         start_method="forkserver",
+        signals_to_handle=SIGNALS,
         logs_specs=DefaultLogsSpecs(log_dir=str(scratch)),
     )
     try:
-        elastic_launch(config, _rank)(job, os.getpid())
+        elastic_launch(config, _rank)(job, os.getpid(), stop)
     except (SignalException, KeyboardInterrupt):
         raise _interrupted(job) from None
     except ChildFailedError as error:
@@ -97,7 +105,9 @@ def _run_processes(job: Job, nproc: int, restarts: int) -> None:
         rank, failure = (killed or failures)[0]
         if killed:
             name = signal.Signals(-failure.exitcode).name
-            hint = " (out of memory?)" if name == "SIGKILL" else ""
+            log = _log_file(job, rank)
+            timeout = flight_recorder.nccl_timeout(log.read_text(errors="replace")) if log.is_file() else ""
+            hint = f" ({timeout})" if timeout else " (out of memory?)" if name == "SIGKILL" else ""
             raise _failed(job, rank, f"ended by {name}{hint}") from None
         message: Any = failure.message  # a dict if the rank raised, which torch's types do not say
         raise _failed(job, rank, message["message"] if isinstance(message, dict) else message) from None
@@ -105,7 +115,7 @@ def _run_processes(job: Job, nproc: int, restarts: int) -> None:
         shutil.rmtree(scratch, ignore_errors=True)
 
 
-def _rank(job: Job, launcher: int) -> None:
+def _rank(job: Job, launcher: int, stop: Any) -> None:
     """The body of a process that we started."""
     threading.Thread(target=_end_with, args=(launcher,), daemon=True).start()
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # the parent speaks for all; checkpoints survive any death
@@ -116,10 +126,11 @@ def _rank(job: Job, launcher: int) -> None:
         os.dup2(log.fileno(), sys.stdout.fileno())
     print(f"rank {rank}: process {os.getpid()}", file=log)
     try:
-        _train(job)
+        _train(job, stop)
     except BaseException as error:
         traceback.print_exc()
-        if any(word in str(error) for word in LOST_NEIGHBOUR):
+        if flight_recorder.is_collective_error(error):
+            flight_recorder.tell()
             time.sleep(1)  # the launcher reports what it sees first: let that be the neighbour's own end
         raise
 
@@ -132,8 +143,11 @@ def _end_with(launcher: int) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
 
 
-def _train(job: Job) -> None:
-    """Joins the group, trains, and leaves the group; a group of one is left after a failure too."""
+def _train(job: Job, stop: Any) -> None:
+    """Joins the group, trains, and leaves the group; a group of one is left after a failure too.
+
+    stop: a request to stop, see stopping.py.
+    """
     import dataclasses
 
     import torch.distributed as dist
@@ -144,13 +158,16 @@ def _train(job: Job) -> None:
     if int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")):
         job = dataclasses.replace(job, resume=True)
     own_group = not dist.is_initialized()
-    device = join()
+    flight_recorder.enable(_logs(job))
+    device = join(job.config.train.timeout)
     try:
         dist.barrier()  # rank 0 has written what the others are about to read
-        train(job, device)
+        train(job, device, stop)
         dist.barrier()
-    except BaseException:
+    except BaseException as error:
         own_group = own_group and dist.get_world_size() == 1  # with others, leaving could wait for them
+        if flight_recorder.is_collective_error(error) and flight_recorder.timed_out(error):
+            raise flight_recorder.Hung(flight_recorder.explain(error)) from error
         raise
     finally:
         if own_group:

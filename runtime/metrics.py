@@ -19,7 +19,7 @@ class StepMetrics:
 
     step: steps done, counted from 1. loss: mean over the trained tokens. tokens: read in this step. expert_load: token
     copies of the busiest expert over the mean, of the least even layer; None without routed experts. peak_bytes: the
-    most of any rank.
+    most of any rank. skipped: loss or norm is not finite, and the weights have not changed.
     """
 
     step: int
@@ -30,6 +30,7 @@ class StepMetrics:
     tokens_per_s: float
     peak_bytes: int
     expert_load: float | None
+    skipped: bool = False
 
 
 class MetricsLog:
@@ -60,9 +61,10 @@ class MetricsLog:
         self.file.close()
 
     def step(self, metrics: StepMetrics) -> None:
-        values = asdict(metrics)
-        self._write(values)
+        self._write(asdict(metrics))
         text = f"loss {metrics.loss:.4f}  norm {metrics.grad_norm:.3f}  {metrics.tokens_per_s:,.0f} tokens/s"
+        if metrics.skipped:
+            text += "  skipped"
         if metrics.expert_load is not None:
             text += f"  expert load {metrics.expert_load:.2f}"
         if self.progress is not None:
@@ -79,6 +81,8 @@ class MetricsLog:
         self.console.print(text, markup=False, highlight=False, soft_wrap=True)
 
     def _write(self, values: dict[str, Any]) -> None:
+        """What is not finite becomes null, since JSON has no word for it."""
+        values = {n: None if isinstance(v, float) and not math.isfinite(v) else v for n, v in values.items()}
         self.file.write(json.dumps(values) + "\n")
         self.file.flush()
         if self.board is not None:
@@ -101,13 +105,15 @@ def summarise(run: Path) -> dict[str, Any]:
     """First and last losses, mean speed without the first step (it warms up), and peak memory of a run."""
     records = read_metrics(run)
     steps = [record for record in records if "loss" in record]
+    losses = [record["loss"] for record in steps if record["loss"] is not None]
     evals = [record["eval_loss"] for record in records if "eval_loss" in record]
     timed = steps[1:] or steps
     seconds = math.fsum(record["tokens"] / record["tokens_per_s"] for record in timed)
     return {
         "steps": steps[-1]["step"] if steps else 0,
-        "loss_first": steps[0]["loss"] if steps else None,
-        "loss_last": steps[-1]["loss"] if steps else None,
+        "skipped": sum(bool(record.get("skipped")) for record in steps),
+        "loss_first": losses[0] if losses else None,
+        "loss_last": losses[-1] if losses else None,
         "eval_first": evals[0] if evals else None,
         "eval_last": evals[-1] if evals else None,
         "tokens_per_s": sum(record["tokens"] for record in timed) / seconds if seconds else None,

@@ -12,7 +12,8 @@ import torch.distributed as dist
 from rich.console import Console
 from torch import Tensor
 
-from dayzero.runtime import checkpointing
+from dayzero.runtime import checkpointing, stopping
+from dayzero.runtime.async_save import Saver
 from dayzero.runtime.headers import read_headers
 from dayzero.runtime.job import Job, meta_model, stored_examples
 from dayzero.runtime.load import load_checkpoint, load_random
@@ -27,16 +28,14 @@ from dayzero.runtime.precision import compute_dtype, keep_parameters, stored_dty
 from dayzero.runtime.processes import peak_bytes
 from dayzero.runtime.recompute import recompute
 from dayzero.runtime.schedule import learning_rate
+from dayzero.runtime.skipped_steps import SkippedSteps, keep_batches
 
 
-class Diverged(Exception):
-    """The loss or the gradient is no longer a number."""
-
-
-def train(job: Job, device: torch.device) -> None:
+def train(job: Job, device: torch.device, stop: stopping.Request | None = None) -> None:
     """Trains on the process group that this process has joined, and leaves metrics and checkpoints in job.run.
 
-    Raises Diverged, on all ranks in the same step; InputError for weights or a checkpoint that do not fit.
+    stop: ends the run after the step that is under way, with a checkpoint. Raises Diverged, on all ranks in the same
+    step; InputError for weights or a checkpoint that do not fit; OSError if the last checkpoint cannot be written.
     """
     config, rank, world = job.config, dist.get_rank(), dist.get_world_size()
     # Off the CPU an operation without a deterministic form warns; it does not end the run.
@@ -64,9 +63,11 @@ def train(job: Job, device: torch.device) -> None:
         held_out = Packer(stored_examples(job.run / "data" / "eval.pt"), config.data.tokens_per_rank, world, 0)
 
     log = MetricsLog(job.run, config.train.steps, done, config.log.tensorboard, console) if rank == 0 else None
-    with log or nullcontext():
+    say = log.say if log is not None else say
+    skipped = SkippedSteps(config.train.max_skipped)
+    with log or nullcontext(), Saver(job.run, config.checkpoint, say) as saver:
         if held_out is not None and done == 0:
-            _report_evaluation(log, 0, evaluate(model, held_out, config.memory.loss_chunk, device))
+            _evaluate(model, held_out, job, 0, log, device)
         for step in range(done, config.train.steps):
             # Randomness (dropout) is a function of seed, step and rank: nothing about it needs saving.
             torch.manual_seed(((config.train.seed * 1_000_003 + step) * 100_003 + rank) % 2**63)
@@ -74,12 +75,19 @@ def train(job: Job, device: torch.device) -> None:
             metrics = train_step(model, optimizer, batches, job, step, device)
             if log is not None:
                 log.step(metrics)
-            last = metrics.step == config.train.steps
-            if held_out is not None and (last or metrics.step % config.eval.every == 0):
-                loss = evaluate(model, held_out, config.memory.loss_chunk, device)
-                _report_evaluation(log, metrics.step, loss)
-            if last or metrics.step % config.checkpoint.every == 0:
-                checkpointing.save(job.run, metrics.step, model, optimizer, config.checkpoint.keep)
+            skipped.count(metrics.step, metrics.loss, metrics.grad_norm, metrics.skipped)
+
+            last, stopped = metrics.step == config.train.steps, stopping.agreed(stop, device)
+            saving = last or stopped or metrics.step % config.checkpoint.every == 0
+            judged = saving and config.checkpoint.keep_best > 0
+            loss = None
+            if held_out is not None and not stopped and (last or judged or metrics.step % config.eval.every == 0):
+                loss = _evaluate(model, held_out, job, metrics.step, log, device)
+            if saving:
+                saver.save(metrics.step, model, optimizer, loss)
+            if stopped:
+                say(f"asked to stop: saving step {metrics.step}; continue with --resume --run {job.run}")
+                break
 
 
 def build_model(package: Package, job: Job, device: torch.device) -> CausalLM:
@@ -113,7 +121,7 @@ def train_step(
     device: torch.device,
 ) -> StepMetrics:
     """One optimizer step over this rank's `batches`. The loss is the mean over all trained tokens of all ranks, so a
-    token weighs the same in whichever batch it is. Raises Diverged before the weights change."""
+    token weighs the same in whichever batch it is. A step whose loss or gradient is not finite changes nothing."""
     config, started = job.config, time.perf_counter()
     batches = [_on_device(batch, device) for batch in batches]
     totals = torch.tensor([sum((b.labels != -100).sum() for b in batches), sum(b.ids.numel() for b in batches)])
@@ -128,21 +136,22 @@ def train_step(
         part.backward()
         loss += part.detach()
         counts = _add(counts, _expert_counts(model))
+    own_loss = float(loss)
     loss, norm = float(_summed(loss)), gradient_norm(model.parameters())
-    if not math.isfinite(loss) or not math.isfinite(norm):
-        raise Diverged(
-            f"step {step + 1}: loss {loss}, gradient norm {float(norm)}; the weights of step {step} are unchanged"
-        )
-    clip_gradients(model.parameters(), config.optimizer.clip, norm)
     settings = config.optimizer
     lr = learning_rate(step, steps=config.train.steps, peak=settings.lr, warmup=settings.warmup, floor=settings.floor)
-    optimizer.set_lr(lr)
-    optimizer.step()
+    skipped = not (math.isfinite(loss) and math.isfinite(norm))
+    if skipped:
+        keep_batches(job.run / "skipped", step + 1, dist.get_rank(), own_loss, loss, batches, model)
+    else:
+        clip_gradients(model.parameters(), settings.clip, norm)
+        optimizer.set_lr(lr)
+        optimizer.step()
 
     peak = torch.tensor(peak_bytes(device), device=device)
     dist.all_reduce(peak, dist.ReduceOp.MAX)
     speed = tokens / (time.perf_counter() - started)
-    return StepMetrics(step + 1, loss, float(norm), lr, tokens, speed, int(peak), _expert_load(counts))
+    return StepMetrics(step + 1, loss, float(norm), lr, tokens, speed, int(peak), _expert_load(counts), skipped)
 
 
 @torch.no_grad()
@@ -200,6 +209,11 @@ def _expert_load(counts: list[Tensor] | None) -> float | None:
     return max(float(layer.max() / layer.mean()) for layer in total.split([len(layer) for layer in counts]))
 
 
-def _report_evaluation(log: MetricsLog | None, step: int, loss: float) -> None:
+def _evaluate(
+    model: CausalLM, packer: Packer, job: Job, step: int, log: MetricsLog | None, device: torch.device
+) -> float:
+    """The held-out loss after `step`, reported."""
+    loss = evaluate(model, packer, job.config.memory.loss_chunk, device)
     if log is not None:
         log.evaluation(step, loss)
+    return loss

@@ -1,5 +1,6 @@
 """The training loop against a plain PyTorch one, on several ranks, over a restart, and when it goes wrong."""
 
+import json
 import math
 
 import harness
@@ -17,6 +18,7 @@ from dayzero.runtime.metrics import read_metrics, summarise
 from dayzero.runtime.package import load_package
 from dayzero.runtime.packing import Packer
 from dayzero.runtime.schedule import learning_rate
+from dayzero.runtime.train import train_step
 
 FULL = ["train.mode=full", "optimizer.clip=0.5", "optimizer.weight_decay=0.1"]
 
@@ -162,12 +164,88 @@ def test_random_weights_start_near_the_uniform_loss(run_training):
     assert losses(run)[0][0] == pytest.approx(math.log(307), rel=0.02)
 
 
-def test_a_loss_that_is_not_a_number_ends_the_run(run_training):
+@pytest.mark.parametrize(("allowed", "says"), [(0, "step 2: "), (2, "steps 2 to 4: ")])
+def test_a_loss_that_stays_no_number_ends_the_run(allowed, says, run_training, tmp_path):
+    settings = ["train.mode=full", "train.steps=9", "optimizer.lr=1e30", "optimizer.warmup=0"]
     with pytest.raises(
-        RunFailed, match=r"(?s)step 2: .*nan.*weights of step 1 are unchanged.*no checkpoint yet"
+        RunFailed, match=rf"(?s){says}.*nan.*weights of step 1 are unchanged.*no checkpoint yet"
     ) as error:
-        run_training("run", "train.mode=full", "train.steps=9", "optimizer.lr=1e30", "optimizer.warmup=0")
+        run_training("run", *settings, f"train.max_skipped={allowed}")
     assert error.value.code == 1
+    assert summarise(tmp_path / "run")["skipped"] == allowed + 1
+    assert summarise(tmp_path / "run")["loss_last"] == losses(tmp_path / "run")[0][0]
+
+
+class OneBadStep:
+    """train_step with a loss of one rank that is no number in the given step."""
+
+    def __init__(self, step):
+        self.step = step
+
+    def __call__(self, model, optimizer, batches, job, step, device):
+        if step + 1 == self.step:
+            hook = model.norm.register_forward_hook(lambda *args: args[2] * float("nan"))
+            metrics = train_step(model, optimizer, batches, job, step, device)
+            hook.remove()
+            return metrics
+        return train_step(model, optimizer, batches, job, step, device)
+
+
+def test_a_single_bad_step_is_skipped_counted_and_kept(run_training, tmp_path, monkeypatch):
+    settings = [*FULL, "train.steps=5", "checkpoint.every=1", "checkpoint.keep=5", "train.max_skipped=1"]
+    monkeypatch.setattr("dayzero.runtime.train.train_step", OneBadStep(3))
+    run = run_training("run", *settings)
+    found = losses(run)
+    assert [loss is None for loss, _ in found] == [False, False, True, False, False]
+    assert "NaN" not in (run / "metrics.jsonl").read_text()
+    assert (summarise(run)["skipped"], summarise(run)["steps"]) == (1, 5)
+    before, after, later = (checkpointing.load_full(run / "checkpoints" / f"step_0000000{n}") for n in (2, 3, 4))
+    assert all(torch.equal(before[name], after[name]) for name in before)
+    assert not torch.equal(later["embed.weight"], after["embed.weight"])
+    kept = json.loads((run / "skipped" / "step_00000003_rank_0.json").read_text())
+    batch = Packer(stored_examples(run / "data" / "train.pt"), 128, 1, seed=0).batch(2, 0)
+    assert kept["batches"] == [
+        {"ids": batch.ids.tolist(), "labels": batch.labels.tolist(), "cu_seqlens": batch.cu_seqlens.tolist()}
+    ]
+    assert (kept["step"], kept["loss"]) == (3, "nan")
+    assert "embed.weight" in kept["parameters"]
+
+
+def test_a_resumed_run_on_other_ranks_keeps_the_batches_of_a_step(run_training):
+    settings = [*FULL, "train.steps=6", "checkpoint.every=3"]
+    whole = run_training("whole", *settings, "parallel.ep=2", world=2)
+    run_training("parts", *settings, "parallel.ep=2", world=2)
+    (checkpointing.latest(whole.parent / "parts") / "manifest.json").unlink()
+    parts = run_training("parts", "parallel.ep=1", resume=True)
+    assert json.loads((parts / "run.json").read_text())["config"]["train"]["accumulation"] == 2
+    for (loss, norm), (want_loss, want_norm) in zip(losses(parts), losses(whole), strict=True):
+        assert loss == pytest.approx(want_loss, rel=2e-5)
+        assert norm == pytest.approx(want_norm, rel=2e-4)
+
+
+def test_the_best_checkpoint_is_kept(run_training, tiny_run):
+    settings = [*FULL, "train.steps=6", "checkpoint.every=2", "checkpoint.keep=1", "checkpoint.keep_best=1"]
+    run = run_training("run", *settings, "eval.every=100", "optimizer.lr=0.3", eval_data=tiny_run.eval_data)
+    judged = {r["step"]: r["eval_loss"] for r in read_metrics(run) if "eval_loss" in r and r["step"]}
+    assert judged.keys() == {2, 4, 6}
+    lowest = min(judged, key=judged.__getitem__)
+    assert checkpointing.step_of(checkpointing.best(run)) == lowest
+    assert {checkpointing.step_of(folder) for folder in checkpointing.checkpoints(run)} == {lowest, 6}
+
+
+def test_keeping_the_best_takes_held_out_data(run_training):
+    with pytest.raises(InputError, match="keep_best"):
+        run_training("run", "checkpoint.keep_best=1")
+
+
+@pytest.mark.parametrize("name", ["muon", "adamw"])
+def test_small_states_and_muon_train(name, run_training, tiny_run):
+    settings = [*FULL, "train.steps=6", f"optimizer.name={name}"]
+    plain = run_training("plain", *settings)
+    small = run_training("small", *settings, "optimizer.states=8bit", "optimizer.offload=true")
+    first, last = losses(plain)[0][0], losses(plain)[-1][0]
+    assert last < first - 0.3
+    assert losses(small)[-1][0] == pytest.approx(last, rel=0.02)
 
 
 def test_an_unexpected_error_is_one_line_and_a_log(run_training, monkeypatch, tmp_path):
