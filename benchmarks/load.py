@@ -1,9 +1,10 @@
-"""Host memory and time of loading: python -P benchmarks/load.py [--experts 32] [--width 1024].
+"""Host memory and time of loading: python -P benchmarks/load.py [--experts 32] [--width 1024] [--stored bf16].
 
 One table. Every rank loads its own part of one checkpoint; while it does, its anonymous memory (RssAnon: what the
 process itself has allocated; mapped files are not in it) is sampled. `beyond` is what the peak was above the rank's own
-parameters, and must not be more than the largest tensor of the checkpoint. The peer is what most loaders do: every rank
-reads all tensors with safetensors' load_file, then keeps its part. Exits with 1 if a limit is broken.
+parameters, and must not be more than the largest tensor of the checkpoint. `s` is with the comparison of content
+hashes, `unhashed s` without. The peer is what most loaders do: every rank reads all tensors with safetensors'
+load_file, then keeps its part. Exits with 1 if a limit is broken.
 """
 
 import argparse
@@ -27,11 +28,12 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Shard, distribute_tensor
 
+from dayzero.runtime.content_hash import content_hash, hashed_dtype, hex_of
 from dayzero.runtime.headers import read_headers
 from dayzero.runtime.load import load_checkpoint, local_part
 from dayzero.runtime.quantisation import FORMATS, encode, quantised_groups
-from dayzero.runtime.safetensors_reader import TensorsReader
-from dayzero.runtime.weights import Cast, Concat, Decoded, Rule, Stack, Stored, bind
+from dayzero.runtime.safetensors_reader import SafetensorsReader, TensorsReader
+from dayzero.runtime.weights import Cast, Concat, Decoded, Rule, Stack, Stored, bind, whole
 
 MB = 1e6
 VOCABULARY = 32  # embedding rows, in units of the width
@@ -125,6 +127,17 @@ def make(folder: Path, stored: str, experts: int, width: int) -> None:
     (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": files}))
 
 
+def hashes_of(folder: Path, experts: int, to: str) -> dict[str, str]:
+    """What onboarding records of the checkpoint."""
+    shapes = {name: header.shape for name, header in read_headers(folder).items()}
+    found, reader = {}, SafetensorsReader(folder)
+    for name, rule in bind(rules(folder, experts, to)).items():
+        value = rule.read(reader, shapes)
+        shape = tuple(value.shape)
+        found[name] = hex_of(content_hash(value, shape, whole(shape), hashed_dtype(value.dtype)))
+    return found
+
+
 class Sampler(threading.Thread):
     """The peak of this process's anonymous memory, every millisecond."""
 
@@ -144,8 +157,8 @@ def anonymous() -> int:
         return next(int(line.split()[1]) * 1024 for line in status if line.startswith("RssAnon"))
 
 
-def rank_main(rank: int, case: Case, folder: Path, experts: int, width: int, peer: bool, out: Path) -> None:
-    """One rank: builds its shards, loads, and writes what it measured."""
+def rank_main(rank: int, case: Case, folder: Path, experts: int, width: int, how: str, out: Path) -> None:
+    """One rank: builds its shards, loads, and writes what it measured. how: "hashed", "unhashed" or "peer"."""
     torch.set_num_threads(1)
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": os.environ["LOAD_PORT"]}
     dist.init_process_group("gloo", rank=rank, world_size=case.ranks)
@@ -161,11 +174,12 @@ def rank_main(rank: int, case: Case, folder: Path, experts: int, width: int, pee
             fully_shard(model, mesh=mesh)
     model.to_empty(device="cpu")
     bound, headers = rules(folder, experts, case.dtype), read_headers(folder)
+    hashes = json.loads((folder / "hashes.json").read_text()) if how == "hashed" else None
     own = sum(local_part(parameter)[0].nbytes for parameter in model.parameters())
     dist.barrier()
     before, sampler, start = anonymous(), Sampler(), time.perf_counter()
     sampler.start()
-    if peer:
+    if how == "peer":
         everything: dict[str, torch.Tensor] = {}
         for file in sorted({header.file for header in headers.values()}):
             everything |= {name: tensor.clone() for name, tensor in load_file(folder / file).items()}
@@ -175,7 +189,7 @@ def rank_main(rank: int, case: Case, folder: Path, experts: int, width: int, pee
             local.copy_(rule.read(TensorsReader(everything), shapes)[region])
         read = sum(tensor.nbytes for tensor in everything.values())
     else:
-        read = load_checkpoint(model, bound, folder, headers)
+        read = load_checkpoint(model, bound, folder, headers, hashes=hashes)
     seconds = time.perf_counter() - start
     sampler.running = False
     sampler.join()
@@ -185,10 +199,10 @@ def rank_main(rank: int, case: Case, folder: Path, experts: int, width: int, pee
     dist.destroy_process_group()
 
 
-def measure(case: Case, folder: Path, experts: int, width: int, peer: bool) -> dict[str, float]:
+def measure(case: Case, folder: Path, experts: int, width: int, how: str) -> dict[str, float]:
     """The worst rank of each figure."""
     with tempfile.TemporaryDirectory() as out:
-        mp.spawn(rank_main, (case, folder, experts, width, peer, Path(out)), nprocs=case.ranks)
+        mp.spawn(rank_main, (case, folder, experts, width, how, Path(out)), nprocs=case.ranks)
         found = [json.loads(file.read_text()) for file in Path(out).iterdir()]
     return {figure: max(rank[figure] for rank in found) for figure in found[0]}
 
@@ -197,21 +211,26 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--experts", type=int, default=32)
     parser.add_argument("--width", type=int, default=1024)
+    parser.add_argument("--stored", choices=sorted({case.stored for case in CASES}), help="only this format")
     parser.add_argument("--port", default="29617")
     options = parser.parse_args()
     os.environ["LOAD_PORT"] = options.port
     table = Table(title="loading, worst rank; beyond: peak RssAnon above the rank's own parameters, MB")
-    for column in ("stored", "parameters", "ranks", "own", "read", "beyond", "limit", "s", "peer beyond", "peer s"):
-        table.add_column(column, justify="left" if column in ("stored", "parameters", "ranks") else "right")
+    words = ("stored", "parameters", "ranks")
+    for column in (*words, "own", "read", "beyond", "limit", "s", "unhashed s", "peer MB", "peer s"):
+        table.add_column(column, justify="left" if column in words else "right")
     broken = 0
     with tempfile.TemporaryDirectory() as folder:
-        for stored in dict.fromkeys(case.stored for case in CASES):
+        for stored in dict.fromkeys(case.stored for case in CASES if options.stored in (None, case.stored)):
             place = Path(folder) / stored
             place.mkdir()
             make(place, stored, options.experts, options.width)
+            (place / "hashes.json").write_text(json.dumps(hashes_of(place, options.experts, "bfloat16")))
             limit = max(header.end - header.start for header in read_headers(place).values())
             for case in (case for case in CASES if case.stored == stored):
-                ours, peer = (measure(case, place, options.experts, options.width, other) for other in (False, True))
+                ours, plain, peer = (
+                    measure(case, place, options.experts, options.width, how) for how in ("hashed", "unhashed", "peer")
+                )
                 broken += ours["beyond"] > limit
                 table.add_row(
                     stored,
@@ -219,6 +238,7 @@ def main() -> int:
                     f"{case.ranks} {case.shard}",
                     *(f"{value / MB:.0f}" for value in (ours["own"], ours["read"], ours["beyond"], limit)),
                     f"{ours['seconds']:.2f}",
+                    f"{plain['seconds']:.2f}",
                     f"{peer['beyond'] / MB:.0f}",
                     f"{peer['seconds']:.2f}",
                 )

@@ -16,8 +16,7 @@ from dayzero.runtime.weights import Region, Shape
 from dayzero.runtime.weights.node import as_range
 
 _ROWS, _COLUMNS = 0x243F6A8885A308D3, 0x13198A2E03707344  # where the two series begin: digits of pi
-_CHUNK = {"cpu": 1 << 16}  # words at a time: what fits into a core's cache; elsewhere, what keeps the device busy
-_LARGE_CHUNK = 1 << 24
+_CHUNK, _DEVICE_CHUNK = 1 << 16, 1 << 24  # words at a time: what fits into a core's cache; what keeps a device busy
 
 
 def hashed_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -41,7 +40,8 @@ def content_hash(value: Tensor, shape: Shape, region: Region, dtype: torch.dtype
     column = _odd(places, _COLUMNS).to(value.device)
     row = _odd(_row_numbers(shape[:-1], region[:-1]), _ROWS).to(value.device)
     flat = value.detach().reshape(-1, value.shape[-1])
-    step = max(1, _CHUNK.get(value.device.type, _LARGE_CHUNK) // len(column))
+    chunk = _CHUNK * torch.get_num_threads() if value.device.type == "cpu" else _DEVICE_CHUNK
+    step = max(1, chunk // len(column))
     total = torch.zeros((), dtype=torch.int64, device=value.device)
     for start in range(0, len(flat), step):
         bits = flat[start : start + step].to(dtype).contiguous().view(torch.int16).to(torch.int64)
