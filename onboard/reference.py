@@ -241,7 +241,8 @@ def redraw(model: nn.Module, generator: torch.Generator, gain: float = 1.0) -> N
     """New random values for every parameter and every floating-point buffer that is saved, none of them zero or alike.
 
     Matrices are scaled to keep the size of what passes through, vectors spread around one. Vectors that are never
-    trained (selection biases) spread around zero, as wide as the scores that they are added to. Whole numbers are taken
+    trained (selection biases) spread around zero, as wide as the scores that they are added to; buffers whose
+    values differ when the model is built are tables that its constructor computed, and stay. Whole numbers are taken
     as names of the rows of a matrix beside them: a row of a table gets different ones. Values are
     float32-representable, so that a float32 file holds them exactly.
     """
@@ -251,6 +252,8 @@ def redraw(model: nn.Module, generator: torch.Generator, gain: float = 1.0) -> N
             if not tensor.is_floating_point():
                 _redraw_names(model, name, tensor, generator)
                 continue
+            if name not in trained and _is_computed(model, name):
+                continue
             noise = torch.randn(tensor.shape, generator=generator, dtype=torch.float64)
             if name not in trained and tensor.numel() == max(tensor.shape, default=0):
                 tensor.copy_((0.8 * gain * noise - 0.2).float())
@@ -258,6 +261,17 @@ def redraw(model: nn.Module, generator: torch.Generator, gain: float = 1.0) -> N
                 tensor.copy_((noise * gain / tensor.shape[-1] ** 0.5).float())
             else:
                 tensor.copy_((1.0 + 0.3 * gain * noise).float())
+
+
+def _is_computed(model: nn.Module, name: str) -> bool:
+    """Whether this buffer held different values when it was first seen: noted on it, since it may be redrawn later."""
+    owner, _, leaf = name.rpartition(".")
+    buffer = model.get_submodule(owner)._buffers.get(leaf)
+    if buffer is None:
+        return False
+    if not hasattr(buffer, "_computed"):
+        buffer._computed = bool((buffer != buffer.flatten()[:1]).any())  # type: ignore[attr-defined]
+    return buffer._computed  # type: ignore[attr-defined]
 
 
 def _redraw_names(model: nn.Module, name: str, table: Tensor, generator: torch.Generator) -> None:

@@ -13,6 +13,7 @@ from dayzero.onboard.candidates.delta_rule import propose_delta_rule
 from dayzero.onboard.candidates.evidence import Candidate, Evidence, Site, site_of
 from dayzero.onboard.candidates.feed_forward import propose_feed_forward
 from dayzero.onboard.candidates.latent_attention import propose_latent_attention
+from dayzero.onboard.candidates.linear_attention import propose_lightning_attention
 from dayzero.onboard.candidates.moe import propose_moe
 from dayzero.onboard.candidates.norm import propose_norm
 from dayzero.onboard.candidates.selective_scan import propose_mamba
@@ -31,6 +32,7 @@ PROPOSERS: dict[str, tuple[Callable[[Site], list[Candidate]], ...]] = {
         propose_delta_rule,
         propose_mamba2,
         propose_mamba,
+        propose_lightning_attention,
     ),
     "ffn": (propose_feed_forward, propose_moe),
     "connection": (propose_connection,),

@@ -189,6 +189,22 @@ class Site:
         with made_already(self.inner):
             return trace(lambda: self.call.replay(self.call.hidden))
 
+    @cached_property
+    def block_lengths(self) -> set[float]:
+        """Constants that are numbers of tokens: of an input cut just below one, the length stands in its place."""
+        hidden = self.call.hidden
+        found = set()
+        for value in self.operations.constants:
+            if hidden.ndim == 3 and value.is_integer() and 3 <= value <= hidden.shape[1]:
+                cut = int(value) - 1
+                try:
+                    seen = trace(lambda cut=cut: self.call.replay(hidden[:, :cut])).constants
+                except (RuntimeError, ValueError, IndexError):  # other arguments are as long as the whole input
+                    continue
+                if value not in seen and float(cut) in seen:
+                    found.add(value)
+        return found
+
     def explain(self, value: float) -> list[Evidence]:
         """Every attribute and config field that holds exactly this value, the nearest to the computation first."""
         found: list[Evidence] = []

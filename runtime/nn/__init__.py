@@ -25,6 +25,7 @@ from .joint_router import JointRouter
 from .latent_attention import LatentAttention
 from .layer_norm import LayerNorm
 from .lifted import Inside, Lifted
+from .lightning_attention import LightningAttention
 from .mamba import Mamba
 from .mamba2 import Mamba2
 from .moe import MixtureOfExperts
@@ -66,6 +67,7 @@ BLOCKS = {
         LayerNorm,
         Lifted,
         LightningIndexer,
+        LightningAttention,
         Mamba,
         Mamba2,
         MeanPooledIndexer,
@@ -115,6 +117,7 @@ __all__ = [
     "LatentAttention",
     "LayerNorm",
     "Lifted",
+    "LightningAttention",
     "LightningIndexer",
     "Mamba",
     "Mamba2",
