@@ -7,6 +7,7 @@ twice, or one complex tensor; by themselves or in a dict, as arguments or from a
 import contextlib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -54,7 +55,18 @@ def context_of(call: Call, inner: Mapping[str, Call] | None = None) -> Context:
     shared = left_by_earlier(call)
     if (scale := query_scale(call)) is not None:
         shared["query_scale"] = scale
-    return Context(bounds, lengths, positions_of(lengths, bounds.device), tables, shared=shared)
+    position = positions_of(lengths, bounds.device)
+    return Context(bounds, lengths, position, tables, handed_ids(call, position), shared)
+
+
+def handed_ids(call: Call, position: Tensor) -> Tensor | None:
+    """[T]: the token ids, where the module is handed a whole number for each token that is not its position."""
+    for value in [*call.args, *call.kwargs.values()]:
+        if isinstance(value, Tensor) and value.dtype == torch.int64 and value.ndim in {1, 2}:
+            flat = value.flatten()
+            if flat.shape == position.shape and not torch.equal(flat, position) and not bool((flat == 1).all()):
+                return flat
+    return None
 
 
 def rotary_tables(call: Call) -> tuple[tuple[Tensor, Tensor], ...]:
@@ -78,20 +90,34 @@ def handed_tables(call: Call, inner: Mapping[str, Call] | None = None) -> list[T
 
 @contextlib.contextmanager
 def made_already(inner: Mapping[str, Call]) -> Iterator[None]:
-    """Calls that make rotary tables give what they gave, without computing it."""
+    """Calls that make rotary tables give what they gave for the same positions, without computing it."""
     replaced = []
     for call in inner.values():
-        position = next((value for value in tensors((call.args, call.kwargs)) if not value.is_floating_point()), None)
+        position = _positions(call.args, call.kwargs)
         if position is None or position.ndim < 2 or "forward" in vars(call.module):
             continue
         if any(True for _ in tables_in(call.output, *position.shape[-2:])):
-            call.module.forward = lambda *args, output=call.output, **kwargs: output  # type: ignore[method-assign]
+            call.module.forward = partial(_as_before, [call, *call.later])  # type: ignore[method-assign]
             replaced.append(call.module)
     try:
         yield
     finally:
         for module in replaced:
             del module.forward
+
+
+def _as_before(calls: list[Call], *args: Any, **kwargs: Any) -> Any:
+    """What one of the calls gave for these positions."""
+    wanted = _positions(args, kwargs)
+    for call in calls:
+        position = _positions(call.args, call.kwargs)
+        if wanted is not None and position is not None and torch.equal(position, wanted):
+            return call.output
+    raise RuntimeError("rotary tables for other positions than before")
+
+
+def _positions(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor | None:
+    return next((value for value in tensors((args, kwargs)) if not value.is_floating_point()), None)
 
 
 def tables_in(value: Any, batch: int, length: int) -> Iterator[Table]:

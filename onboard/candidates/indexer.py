@@ -134,8 +134,8 @@ def _pooled(
             continue
         pool = own[place][0]
         for tail, count in ((True, width - pool + 1), (False, width)):
-            switches = [e for e in _of_indexer(site, path, tail, ("tail",)) if "training" not in e.label]
-            for top_k in _of_indexer(site, path, count, ("top",))[:1]:
+            switches = [e for e in number_evidence(site, path, tail, ("tail",)) if "training" not in e.label]
+            for top_k in number_evidence(site, path, count, ("top",))[:1]:
                 yield Candidate(
                     "PooledIndexer",
                     {
@@ -167,7 +167,7 @@ def propose_blocks(site: Site, path: str, inner: dict[str, Call]) -> list[Candid
             units = [e for e in numbers if _value(site, e) > int(index.max()) and _value(site, e) > 1] and numbers
             units = sorted((e for e in units if _fits(site, e, index)), key=lambda e: "size" not in e.label)
             locals_ = sorted(numbers, key=lambda e: "local" not in e.label)
-            counts = _of_indexer(site, path, index.shape[-1], ("top",))[:1]
+            counts = number_evidence(site, path, index.shape[-1], ("top",), int(index.max()) + 1)[:1]
             for top_k, unit, local, rotary in itertools.product(counts, units, locals_, _plain_rotations(site, path)):
                 if len({top_k.label, unit.label, local.label}) == 3:
                     found.append(
@@ -239,7 +239,7 @@ def _budgets(site: Site, path: str, seen: Tensor) -> Iterator[tuple[Evidence, Ev
         rests = torch.arange(1, length + 1) % width
         inside = (counts - rests)[-width:]
         if bool((inside == inside[0]).all()) and int(inside[0]) % width == 0:
-            for budget in _of_indexer(site, path, int(inside[0]), ("budget", "top"))[:1]:
+            for budget in number_evidence(site, path, int(inside[0]), ("budget", "top"))[:1]:
                 yield pool, budget
 
 
@@ -288,11 +288,19 @@ def _value(site: Site, evidence: Evidence) -> int:
     return evidence.resolve(site.module, site.config)
 
 
-def _of_indexer(site: Site, path: str, value: Any, words: tuple[str, ...]) -> list[Evidence]:
-    """What holds this value: attributes of the indexer first, and those with one of the words."""
-    held = sorted(vars(site.module.get_submodule(path)).items())
-    near = [attribute(path, n) for n, v in held if type(v) is type(value) and v == value and not n.startswith("_")]
+def number_evidence(
+    site: Site, path: str, value: Any, words: tuple[str, ...], most: int | None = None
+) -> list[Evidence]:
+    """What holds this value: attributes of the indexer first, and those with one of the words.
+
+    most: as many as there are to choose from. Where all are chosen, larger numbers with one of the words explain it.
+    """
+    held = [(n, v) for n, v in sorted(vars(site.module.get_submodule(path)).items()) if not n.startswith("_")]
+    near = [attribute(path, n) for n, v in held if type(v) is type(value) and v == value]
     near.sort(key=lambda e: not any(word in e.label for word in words))
+    if most is not None and value == most:
+        large = [attribute(path, n) for n, v in held if type(v) is int and v >= most]
+        near = [e for e in large if any(word in e.label for word in words)] or near
     far = site.explain(value) if type(value) is int else []
     return near or far or [literal(value, "seen")]
 
@@ -303,7 +311,7 @@ def _width(site: Site, path: str) -> int:
 
 def _counts(site: Site, path: str) -> list[Evidence]:
     """What explains the number of tokens chosen."""
-    return _of_indexer(site, path, _width(site, path), ("top",))[:1]
+    return number_evidence(site, path, _width(site, path), ("top",), site.call.hidden.shape[1])[:1]
 
 
 def index_rotations(site: Site, path: str) -> list[dict[str, Evidence]]:

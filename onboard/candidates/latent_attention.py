@@ -61,7 +61,7 @@ def propose_latent_attention(site: Site) -> list[Candidate]:
         return []
     hidden, result = site.call.hidden, site.call.result
     indexers = selectors(site)
-    own = {path: call for path, call in site.inner.items() if not _inside(path, indexers)}
+    own = {path: call for path, call in site.inner.items() if not inside(path, indexers)}
     linears = {path: call for path, call in own.items() if isinstance(call.module, nn.Linear)}
     outputs = [path for path, call in linears.items() if same(call.result, result) and not same(call.hidden, hidden)]
     if len(outputs) != 1 or len(indexers) > 1:
@@ -84,10 +84,10 @@ def selectors(site: Site) -> list[str]:
         outputs = tensors(call.output)
         if len(outputs) == 1 and not outputs[0].is_floating_point() and {batch, length} <= set(outputs[0].shape):
             found.append(path)
-    return [path for path in found if not _inside(path, [other for other in found if other != path])]
+    return [path for path in found if not inside(path, [other for other in found if other != path])]
 
 
-def _inside(path: str, parents: list[str]) -> bool:
+def inside(path: str, parents: list[str]) -> bool:
     return any(path == parent or path.startswith(parent + ".") for parent in parents)
 
 
@@ -215,7 +215,7 @@ def _with_details(
     options = itertools.product(
         _key_norms(site, parts, sizes, norms),
         _rotations(site, sizes),
-        _scales(site, sizes),
+        held_scales(site, sizes.nope + sizes.rope),
         _latent_scales(site, parts),
         _position_scales(site, heads, indexers),
         _selections(site, parts, indexers),
@@ -353,12 +353,12 @@ def _rotations(site: Site, sizes: Sizes) -> list[dict[str, Evidence]]:
     return [*turned, {"rotary": literal(None, "enumerated")}]
 
 
-def _scales(site: Site, sizes: Sizes) -> list[Evidence]:
+def held_scales(site: Site, width: int) -> list[Evidence]:
     """Constants of the trace that the module holds, and the width of a query to the power -1/2."""
-    usual = literal((sizes.nope + sizes.rope) ** -0.5, "width of a query ** -0.5")
+    usual = width**-0.5
     found = [e for value in sorted(site.operations.constants) for e in _held(site, value) if 1e-3 < value < 1e3]
-    found.sort(key=lambda e: e.resolve(site.module, site.config) != usual.resolve(site.module, site.config))
-    return found or [usual]
+    found.sort(key=lambda e: e.resolve(site.module, site.config) != usual)
+    return found or [literal(usual, "width of a query ** -0.5")]
 
 
 def _held(site: Site, value: float) -> list[Evidence]:
@@ -404,7 +404,7 @@ def _position_scales(
     learned = [
         path
         for path, call in site.inner.items()
-        if not _inside(path, indexers)
+        if not inside(path, indexers)
         and call.has_stream
         and call.hidden.shape == call.result.shape
         and [tuple(p.shape) for p in call.module.parameters()] == [(heads,), (heads,)]

@@ -47,16 +47,21 @@ def index_loss(
             of_units = chosen.transpose(1, 2)
             picked.scatter_(-1, of_units.masked_fill((of_units < 0) | (of_units >= units), units), True)
             candidate = candidate & picked[..., :units]
-        target = weights.masked_fill(~candidate, 0)
-        mass = target.sum(-1, keepdim=True)
-        target = target / mass.clamp_min(torch.finfo(mass.dtype).tiny)
-        # A token without a candidate has nothing to learn from; softmax over nothing would be NaN.
-        some = candidate.any(-1, keepdim=True)
-        guess = found.masked_fill(~candidate, float("-inf")).masked_fill(~some, 0).log_softmax(-1)
-        terms = torch.xlogy(target, target) - target * guess.masked_fill(~candidate, 0)
-        part = terms.masked_fill(~some, 0).sum()
+        part = divergence(found, weights, candidate)
         total = part if total is None else total + part
     return total if total is not None else query.new_zeros(())
+
+
+def divergence(scores: Tensor, weights: Tensor, candidate: Tensor) -> Tensor:
+    """Sum of KL(weights / their sum || softmax(scores)) over the candidates of each row. All: [B, P, S, U]."""
+    target = weights.masked_fill(~candidate, 0)
+    mass = target.sum(-1, keepdim=True)
+    target = target / mass.clamp_min(torch.finfo(mass.dtype).tiny)
+    # A token without a candidate has nothing to learn from; softmax over nothing would be NaN.
+    some = candidate.any(-1, keepdim=True)
+    guess = scores.masked_fill(~candidate, float("-inf")).masked_fill(~some, 0).log_softmax(-1)
+    terms = torch.xlogy(target, target) - target * guess.masked_fill(~candidate, 0)
+    return terms.masked_fill(~some, 0).sum()
 
 
 def train_indexers(model: nn.Module, over: Judged | None) -> None:
