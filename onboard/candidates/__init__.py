@@ -9,6 +9,7 @@ from collections.abc import Callable
 
 from dayzero.onboard.candidates.attention import propose_attention
 from dayzero.onboard.candidates.compressed_attention import propose_compressed_attention
+from dayzero.onboard.candidates.convolution import propose_recurrent_block, propose_short_convolution
 from dayzero.onboard.candidates.delta_rule import propose_delta_rule
 from dayzero.onboard.candidates.evidence import Candidate, Evidence, Site, site_of
 from dayzero.onboard.candidates.feed_forward import propose_feed_forward
@@ -33,6 +34,8 @@ PROPOSERS: dict[str, tuple[Callable[[Site], list[Candidate]], ...]] = {
         propose_mamba2,
         propose_mamba,
         propose_lightning_attention,
+        propose_short_convolution,
+        propose_recurrent_block,
     ),
     "ffn": (propose_feed_forward, propose_moe),
     "connection": (propose_connection,),

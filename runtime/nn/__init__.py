@@ -32,15 +32,19 @@ from .moe import MixtureOfExperts
 from .norm import GatedRMSNorm, RMSNorm, ScaledFirstRMSNorm, SelfGatedRMSNorm
 from .pooled_indexer import MeanPooledIndexer, PooledIndexer
 from .product_key_router import ProductKeyRouter
+from .rg_lru import RecurrentBlock
 from .rotary import Rotary
 from .router import Router, Routing
 from .selection import GroupLimit, Normalise
+from .short_convolution import GatedShortConvolution
 from .sparse_mixer_router import SparseMixerRouter
 from .top_one_router import TopOneRouter
 
 BLOCKS = {
     block.__name__: block
     for block in (
+        RecurrentBlock,
+        GatedShortConvolution,
         BlockIndexer,
         CarriedRouter,
         CausalLM,
@@ -106,6 +110,7 @@ __all__ = [
     "GatedDeltaNet",
     "GatedFeedForward",
     "GatedRMSNorm",
+    "GatedShortConvolution",
     "GroupLimit",
     "GroupedQueryAttention",
     "HashRouter",
@@ -128,6 +133,7 @@ __all__ = [
     "PooledIndexer",
     "ProductKeyRouter",
     "RMSNorm",
+    "RecurrentBlock",
     "Rotary",
     "Router",
     "Routing",
