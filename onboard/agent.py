@@ -70,7 +70,7 @@ class Outcome(BaseModel):
 def real_shapes(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
     """Parameter shapes of the real model, without its memory."""
     with torch.device("meta"):
-        return {name: tuple(parameter.shape) for name, parameter in spec.build().named_parameters()}
+        return {name: tuple(parameter.shape) for name, parameter in spec.build().state_dict().items()}
 
 
 def specify_checkpoint(

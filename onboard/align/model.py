@@ -75,7 +75,8 @@ def _compare(generated: Package, config: Mapping[str, Any], dtype: torch.dtype) 
         errors[f"{label}: loss"] = relative_error(got["loss"], theirs["loss"])
         wanted = on_disk(reference, theirs["gradients"])
         floor = 1e-6 * max(float(torch.linalg.vector_norm(grad)) for grad in wanted.values())
-        for name, rule in rules.items():
+        for name in got["gradients"]:
+            rule = rules[name]
             grad = rule.read(TensorsReader(wanted), shapes)
             errors[f"{label}: gradient of {name}"] = relative_error(got["gradients"][name], grad.to(dtype), floor)
     return errors
@@ -180,7 +181,7 @@ def real_weights_error(package: Package, checkpoint: Checkpoint) -> float | None
     with torch.device("meta"):
         ours = package.build()
     ours.to_empty(device="cpu")
-    parameters_by_name = dict(ours.named_parameters())
+    parameters_by_name = ours.state_dict(keep_vars=True)
     with torch.no_grad():
         for name, rule in bind(package.rules).items():
             parameters_by_name[name].copy_(rule.read(reader, shapes))
