@@ -41,6 +41,10 @@ class Known(Protocol):
 
     def is_logger(self, name: str) -> bool: ...
 
+    def installed(self, name: str) -> bool | None:
+        """What a function says that asks whether some package is installed; None for any other name."""
+        ...
+
 
 def cache_parameter(name: str) -> bool:
     """Whether a parameter of that name is there for caches or for what generation wants to see."""
@@ -277,6 +281,9 @@ def _evaluate(node: cst.BaseExpression, constants: dict[str, Any], known: Known,
             return constants[node.value]
         if node.value not in local and known.constant(node.value):
             return known.value(node.value)
+    elif isinstance(node, cst.Call) and isinstance(node.func, cst.Name) and not node.args:
+        found = known.installed(node.func.value)
+        return _UNKNOWN if found is None else found
     elif isinstance(node, cst.UnaryOperation) and isinstance(node.operator, cst.Not):
         value = _evaluate(node.expression, constants, known, local)
         return value if value is _UNKNOWN else not value

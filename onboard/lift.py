@@ -379,6 +379,14 @@ class _Names(Known):
     def droppable(self, name: str) -> bool:
         return upstream_decorator(self.value(name))
 
+    def installed(self, name: str) -> bool | None:
+        value = self.value(name)
+        home = getattr(value, "__module__", None)
+        if home != "transformers.utils.import_utils" or not name.startswith("is_") or not name.endswith("_available"):
+            return None
+        # Lifted code runs where torch is, and perhaps nothing else.
+        return name == "is_torch_available"
+
     def is_logger(self, name: str) -> bool:
         return isinstance(self.value(name), logging.Logger)
 
@@ -401,9 +409,12 @@ def upstream_decorator(value: Any) -> bool:
 
 def substitute(value: Any, name: str) -> str | None:
     """The name in `runtime.nn.upstream` of what stands for this object of the library, None if nothing does."""
-    home = getattr(value, "__module__", None) or type(value).__module__
-    known = getattr(value, "__name__", None) or name
-    if home.split(".")[0] != "transformers" and type(value).__module__.split(".")[0] != "transformers":
+    if isinstance(value, types.ModuleType):
+        home, _, known = value.__name__.rpartition(".")
+    else:
+        home = getattr(value, "__module__", None) or type(value).__module__
+        known = getattr(value, "__name__", None) or name
+    if home.split(".")[0] != "transformers" or home.startswith("transformers.models."):
         return None
     return known if known in upstream.__all__ else None
 

@@ -15,8 +15,9 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from dayzero.onboard.calls import join
 from dayzero.onboard.candidates import Candidate, Site, propose
-from dayzero.onboard.reference import redraw, state_of
+from dayzero.onboard.reference import never_trained, redraw, state_of
 from dayzero.onboard.trace import trace
+from dayzero.runtime.nn.attend import shifted_scores
 
 TOLERANCE = 1e-9  # relative, float64
 BOUND = 400  # candidates looked at for one module
@@ -68,12 +69,13 @@ def relative_error(ours: Tensor, reference: Tensor, floor: float = 0.0) -> float
 def block_function(site: Site, block: nn.Module, *, exact: bool = True) -> Callable[[Tensor], Tensor]:
     """The block as a function of the reference's hidden input: [B, S, H] in, [B, S, H] out."""
     shape = site.call.hidden.shape
-    context = site.context
 
     def call(hidden: Tensor) -> Tensor:
+        context = site.context
+        like_the_reference = shifted_scores() if exact and "max" in site.operations.steps else contextlib.nullcontext()
         flat = hidden.flatten(0, 1) if hidden.ndim == 4 else hidden.reshape(-1, shape[-1])
         # The fused attention recomputes probabilities from a log-sum-exp, which loses digits once softmax saturates.
-        with sdpa_kernel(SDPBackend.MATH) if exact else contextlib.nullcontext():
+        with sdpa_kernel(SDPBackend.MATH) if exact else contextlib.nullcontext(), like_the_reference:
             out = block(flat, context) if getattr(block, "uses_context", False) else block(flat)
         return (join(out, 1) if isinstance(out, tuple) else out).reshape(site.call.result.shape)
 
@@ -152,6 +154,13 @@ def _trials(site: Site, generator: torch.Generator) -> Iterator[tuple[str, Tenso
         for position, scale in enumerate((*_INPUT_SCALES, *_beyond_limits(site))):
             hidden = torch.randn(site.call.hidden.shape, generator=generator, dtype=torch.float64) * scale
             yield f"input x{scale:g}, weights x{gain:g}", hidden, gain if position == 0 else None
+    # Selection biases that rise or fall with the class: the last or the first ones are chosen whatever their scores are.
+    for name, order in (("rising", 1.0), ("falling", -1.0)) if never_trained(site.module) else ():
+        for vector in never_trained(site.module):
+            ramp = torch.linspace(-order, order, vector.numel(), dtype=torch.float64)
+            vector.copy_(ramp.reshape(vector.shape))
+        hidden = torch.randn(site.call.hidden.shape, generator=generator, dtype=torch.float64)
+        yield f"input x1, biases {name}", hidden, None
 
 
 def _beyond_limits(site: Site) -> list[float]:

@@ -98,7 +98,7 @@ class BlockSpec(Record):
         def built(value: Any) -> Any:
             return value.build(lifted) if isinstance(value, BlockSpec) else value
 
-        arguments = {
+        arguments: dict[str, Any] = {
             name: {key: built(held) for key, held in value.items()} if name == "replace" and value else built(value)
             for name, value in self.arguments.items()
         }

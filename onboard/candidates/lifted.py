@@ -7,7 +7,7 @@ other. Settings are the constructor's arguments, of configs only the fields that
 import ast
 import functools
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -96,7 +96,7 @@ def lifted_candidates(site: Site, replace: Mapping[str, Candidate]) -> list[Cand
                 )
             )
     try:
-        reads.construct(site.module)
+        reads.construct(constructed_with(site.module) or {})
         _read_in_a_call(found[-1], cls, site, reads)
     except ValueError as error:
         raise LiftError(str(error)) from None
@@ -208,8 +208,9 @@ def _tensor(value: Tensor, site: Site) -> Any:
     if plain.ndim == 1 and bool((plain == 1).all()):
         return {"ones": axes, "dtype": str(value.dtype).removeprefix("torch.")}
     for name, held in context.shared.items():
-        if held.shape == plain.shape and torch.equal(held, plain):
-            return {"shared": name, "axes": axes}
+        flat = held.flatten(1)
+        if flat.numel() == plain.numel() and torch.equal(flat.to(plain.dtype), plain.reshape(flat.shape)):
+            return {"shared": name, "axes": axes, "dtype": str(value.dtype).removeprefix("torch.")}
     return None
 
 
@@ -382,7 +383,20 @@ class _Probe:
         if inspect.ismethod(value):
             raise LiftError(f"it calls config.{path}(), which is code of its config class")
         self._names[path] = True
+        if isinstance(value, Sequence) and not isinstance(value, (str, list, tuple)):
+            return _ProbeList(value, self._names, f"{path}.")
         return _Probe(value, self._names, f"{path}.") if _is_config(value) else value
+
+
+class _ProbeList:
+    """Configs by number or word, as probes."""
+
+    def __init__(self, held: Any, names: dict[str, Any], prefix: str):
+        self._held, self._names, self._prefix = held, names, prefix
+
+    def __getitem__(self, key: Any) -> Any:
+        self._names[f"{self._prefix}{key}"] = True
+        return _Probe(self._held[key], self._names, f"{self._prefix}{key}.")
 
 
 def _is_config(value: Any) -> bool:
@@ -396,9 +410,10 @@ class _Reads:
         self.cls, self.lift = cls, made
         self.names: dict[str, dict[str, Any]] = {}
 
-    def probes(self, arguments: Mapping[str, Any]) -> dict[str, Any]:
+    def probes(self, arguments: Mapping[str, Any], names: dict[str, dict[str, Any]]) -> dict[str, Any]:
+        """The arguments, configs as probes that note what is read into `names`, by argument."""
         return {
-            name: _Probe(value, self.names.setdefault(name, {})) if _is_config(value) else value
+            name: _Probe(value, names.setdefault(name, {})) if _is_config(value) else value
             for name, value in arguments.items()
         }
 
@@ -407,23 +422,25 @@ class _Reads:
         arguments = constructed_with(module)
         if arguments is None:
             raise ValueError(f"how {type(module).__name__} was constructed is not known")
-        self.construct(module)
         arguments = arguments | self._number(module, arguments)
+        names = self.construct(arguments)
         settings = {}
         for name, value in arguments.items():
             if _is_config(value):
-                settings[name] = _namespace(value, self.names.get(name, {}))
+                settings[name] = _namespace(value, names.get(name, {}) | self.names.get(name, {}))
             else:
                 settings[name] = _plain(name, value)
         return settings
 
-    def construct(self, module: nn.Module) -> None:
-        """Constructs the copy without memory, for the fields that it reads then: not the same for every module."""
+    def construct(self, arguments: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+        """Constructs the copy without memory: the fields that it reads then, not the same for every module."""
+        names: dict[str, dict[str, Any]] = {}
         with torch.device("meta"):
             try:
-                self.cls(**self.probes(constructed_with(module) or {}))
+                self.cls(**self.probes(arguments, names))
             except (RuntimeError, TypeError, ValueError, AttributeError, KeyError, NotImplementedError) as error:
                 raise ValueError(f"{self.cls.__name__} cannot be constructed: {error}") from None
+        return names
 
     def _number(self, module: nn.Module, arguments: Mapping[str, Any]) -> dict[str, int]:
         """The layer's number as that of the first module that is the same in all but its number: where nothing reads
@@ -489,14 +506,21 @@ def _read_in_calls(made: Lift) -> frozenset[str]:
 
 
 def _namespace(config: Any, names: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields that are read, as `settings_value` understands them."""
     values: dict[str, Any] = {}
-    for path in sorted(names):
-        head, _, rest = path.partition(".")
-        value = getattr(config, head, None)
+    for head in dict.fromkeys(path.partition(".")[0] for path in sorted(names)):
+        inner = {name.partition(".")[2]: True for name in names if name.startswith(f"{head}.")}
+        if not hasattr(config, head):
+            continue
+        value = getattr(config, head)
         if _is_config(value):
-            inner = {name.partition(".")[2]: True for name in names if name.startswith(f"{head}.")}
             values[head] = _namespace(value, inner)
-        elif not rest and hasattr(config, head):
+        elif inner:
+            keys = dict.fromkeys(path.partition(".")[0] for path in sorted(inner))
+            picked = {key: {n.partition(".")[2]: True for n in inner if n.startswith(f"{key}.")} for key in keys}
+            held = {key: value[int(key) if key.isdigit() else key] for key in keys}
+            values[head] = {"picked": {key: _namespace(held[key], picked[key]) for key in keys}}
+        else:
             values[head] = _plain(head, value)
     return {"namespace": values}
 
@@ -520,11 +544,12 @@ def _read_in_a_call(candidate: Candidate, cls: type[nn.Module], site: Site, read
     from dayzero.onboard.prove import block_function  # which proposes candidates itself
 
     spec = candidate.spec(site.module, site.config)
-    inside = {
-        path: held.build(candidate_classes(candidate)) for path, held in (spec.arguments["replace"] or {}).items()
-    }
+    classes, arguments = classes_of(merge(candidate.lifts)), constructed_with(site.module) or {}
+    inside = {path: held.build(classes) for path, held in (spec.arguments["replace"] or {}).items()}
     given = {name: spec.arguments[name] for name in ("handed", "tables", "together", "flat")}
-    block = Lifted(cls, reads.probes(constructed_with(site.module) or {}), replace=inside, **given).to(torch.float64)
+    block = Lifted(cls, reads.probes(arguments, reads.names), replace=inside, **given).to(torch.float64)
+    for names in reads.names.values():
+        names.clear()  # what is read in constructing is seen for each module anew
     with torch.no_grad():
         for tensor in block.state_dict().values():
             tensor.zero_()
@@ -534,8 +559,3 @@ def _read_in_a_call(candidate: Candidate, cls: type[nn.Module], site: Site, read
             raise
         except Exception:  # what does not run on zeros is tried on its weights by the prover
             return
-
-
-def candidate_classes(candidate: Candidate) -> Mapping[str, type]:
-    """The classes of all lifted source that the candidate consists of."""
-    return classes_of(merge(candidate.lifts)) if candidate.lifts else {}

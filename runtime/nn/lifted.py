@@ -6,7 +6,7 @@ import hashlib
 import inspect
 import linecache
 import types
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -30,10 +30,13 @@ class Namespace:
 
 
 def settings_value(value: Any) -> Any:
-    """The object that a setting stands for: {"namespace": {...}} a config, {"dtype": "float32"} a dtype."""
+    """The object that a setting stands for: {"namespace": {...}} a config, {"picked": {...}} configs by
+    number or word, {"dtype": "float32"} a dtype."""
     if isinstance(value, Mapping):
         if value.keys() == {"namespace"}:
             return Namespace(value["namespace"])
+        if value.keys() == {"picked"}:
+            return {int(key) if key.isdigit() else key: settings_value(held) for key, held in value["picked"].items()}
         if value.keys() == {"dtype"}:
             return getattr(torch, value["dtype"])
         return {name: settings_value(held) for name, held in value.items()}
@@ -73,11 +76,12 @@ def _is_stream(value: Any) -> bool:
 class Lifted(nn.Module):
     """x: [T, H] -> [T, H], computed by a class of the reference.
 
-    module: the class; its name where the block is data. settings: the arguments of its constructor as plain data (`settings_value`). handed: for each
-    argument of its forward, what it is made of (`_Document.give`). tables: which of the model's rotary tables the
-    numbers in `handed` mean. together: called once with all documents as one; otherwise each document by itself, as
-    [1, S, H], or all at once where they are equally long. flat: it takes [S, H]. replace: blocks of ours put in place
-    of its own modules, by path. leaves: name -> path into its output, tensors [.., S, ...] that later layers read.
+    module: the class; its name where the block is data. settings: the arguments of its constructor as plain data
+    (`settings_value`). handed: for each argument of its forward, what it is made of (`_Document.give`). tables: which
+    of the model's rotary tables the numbers in `handed` mean. together: called once with all documents as one;
+    otherwise each document by itself, as [1, S, H], or all at once where they are equally long. flat: it takes [S, H].
+    replace: blocks of ours put in place of its own modules, by path. leaves: name -> path into its output, tensors
+    [.., S, ...] that later layers read.
     """
 
     uses_context = True
@@ -101,7 +105,7 @@ class Lifted(nn.Module):
         self.module = module(**arguments)
         self.handed, self.tables, self.together, self.flat = handed, list(tables or []), together, flat
         self.leaves = leaves or {}
-        self._computed = _computed(self.module, module, arguments)
+        self._computed = _computed(self.module, functools.partial(module, **arguments))
         self._insides: list[Inside] = []
         for path, block in (replace or {}).items():
             parent, _, name = path.rpartition(".")
@@ -162,16 +166,16 @@ class Lifted(nn.Module):
         output = self.module(**{name: document.give(what) for name, what in self.handed.items()})
         for name, path in self.leaves.items():
             context.shared[name] = document.flatten(_follow(output, path))
-        return _first(output).reshape(-1, document.x.shape[-1])
+        return document.flatten(_first(output))
 
     def _place_computed(self, x: Tensor) -> None:
-        """What the constructor computed, on x's device; float64 for float64."""
-        for path, name, value in self._computed:
-            owner = self.module.get_submodule(path)
-            held = getattr(owner, name)
-            wide = x.dtype if x.dtype == torch.float64 and value.is_floating_point() else value.dtype
-            if held.device != x.device or held.dtype != wide:
-                setattr(owner, name, value.to(x.device, wide))
+        """What the constructor computed, on x's device; computed in float64 for float64."""
+        wanted = (x.device, x.dtype == torch.float64)
+        if self._computed is None or self._computed.placed == wanted:
+            return
+        for path, name, value in self._computed.values(x.dtype == torch.float64):
+            vars(self.module.get_submodule(path))[name] = value.to(x.device)
+        self._computed.placed = wanted
 
 
 def _first(value: Any) -> Tensor:
@@ -225,7 +229,7 @@ class _Document:
         "hidden" the input; "length" of the document; {"value": plain} itself; {"many": [...]} a tuple;
         {"named": {...}} a dict; {"position": axes} and {"ids": axes} integers; {"ones": axes, "dtype": name};
         {"table": number, "part": "pair" | "cos" | "sin" | "complex", "style": "half" | "interleaved" | "once",
-        "axes": axes}; {"shared": name, "axes": axes};
+        "axes": axes}; {"shared": name, "axes": axes, "dtype": name};
         {"mask": "added" | "visible" | "hidden", "window": tokens or None, "chunk": tokens or None, "full": bool,
         "axes": axes}.
         axes: one letter a dimension: b documents, s tokens, t tokens seen, d what is left, a digit for that many
@@ -251,7 +255,8 @@ class _Document:
             ones = torch.ones(self.x.shape[0], dtype=getattr(torch, what["dtype"]), device=self.x.device)
             return self._shaped(ones, what["ones"])
         if "shared" in what:
-            return self._shaped(self.context.shared[what["shared"]], what["axes"])
+            held = self.context.shared[what["shared"]].flatten(1)
+            return self._shaped(held.to(getattr(torch, what["dtype"])), what["axes"])
         if "table" in what:
             return self._table(what)
         if "mask" in what:
@@ -309,8 +314,8 @@ class _Document:
         return made
 
     def flatten(self, made: Tensor) -> Tensor:
-        """[T, ...] of a tensor [B, S, ...] or [S, ...]."""
-        return made.reshape(self.x.shape[0], *made.shape[1 if self.flat else 2 :])
+        """[T, ...] of a tensor [B, S, ...] or [T, ...]."""
+        return made.flatten(0, 1) if made.shape[:2] == (self.batch, self.length) else made
 
 
 def _spread(table: Tensor, style: str) -> Tensor:
@@ -356,7 +361,7 @@ def _freeze_buffers(module: nn.Module) -> None:
                 owner.register_parameter(name, nn.Parameter(buffer, requires_grad=False))
 
 
-class _OnlyBuffers(TorchFunctionMode):
+class _OnlyComputed(TorchFunctionMode):
     """Memory that is only reserved stays on the meta device; what is computed is real."""
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
@@ -366,33 +371,42 @@ class _OnlyBuffers(TorchFunctionMode):
         return func(*args, **kwargs)
 
 
-def _computed(module: nn.Module, cls: type[nn.Module], arguments: dict[str, Any]) -> list[tuple[str, str, Tensor]]:
-    """(path, name, value) of tensors that the constructor computes and no checkpoint holds. They are taken off the
-    module's buffers, and put back where the input is (`Lifted._place_computed`)."""
-    places = []
+@dataclass
+class _Computed:
+    """Tensors that a constructor computes and no checkpoint holds, by the path of their module and their name.
+    construct: makes the module again. placed: (device, whether in float64) of those that are in their places."""
+
+    names: list[tuple[str, str]]
+    construct: Callable[[], nn.Module]
+    placed: tuple[torch.device, bool] | None = None
+
+    def values(self, wide: bool) -> Iterator[tuple[str, str, Tensor]]:
+        """Computed on the CPU, in float32 where the code says so, or all in float64."""
+        before = torch.get_default_dtype()
+        try:
+            torch.set_default_dtype(torch.float64 if wide else torch.float32)
+            with torch.device("cpu"), _OnlyComputed(), Promote() if wide else contextlib.nullcontext():
+                made = self.construct()
+        finally:
+            torch.set_default_dtype(before)
+        for path, name in self.names:
+            value = getattr(made.get_submodule(path), name).detach()
+            if value.is_meta:
+                raise ValueError(f"{type(made).__name__} computes {name} from memory that is not there yet")
+            yield path, name, value
+
+
+def _computed(module: nn.Module, construct: Callable[[], nn.Module]) -> _Computed | None:
+    """What of the module is computed. It is taken off its buffers: it is made anew where the input is."""
+    names = []
     for path, owner in module.named_modules():
         for name, buffer in list(owner._buffers.items()):
             if buffer is not None and name in owner._non_persistent_buffers_set:
-                places.append((path, name, buffer))
-        places += [(path, name, value) for name, value in list(vars(owner).items()) if isinstance(value, Tensor)]
-    if not places:
-        return []
-    real = module
-    if any(value.is_meta for _, _, value in places):
-        with torch.device("cpu"), _OnlyBuffers():
-            real = cls(**arguments)
-    found = []
-    for path, name, _ in places:
-        value = getattr(real.get_submodule(path), name).detach()
-        if value.is_meta:
-            raise ValueError(f"{cls.__name__} computes {name} from memory that is not there yet")
-        owner = module.get_submodule(path)
-        if name in owner._buffers:
-            del owner._buffers[name]
-            owner._non_persistent_buffers_set.discard(name)
-        setattr(owner, name, value)
-        found.append((path, name, value))
-    return found
+                del owner._buffers[name]
+                owner._non_persistent_buffers_set.discard(name)
+                vars(owner)[name] = buffer.detach()
+        names += [(path, name) for name, value in list(vars(owner).items()) if isinstance(value, Tensor)]
+    return _Computed(names, construct) if names else None
 
 
 @functools.lru_cache(maxsize=64)

@@ -6,6 +6,7 @@ nothing is cached, and nothing is traced or exported.
 
 import contextlib
 import math
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -18,6 +19,8 @@ __all__ = [
     "ALL_ATTENTION_FUNCTIONS",
     "GradientCheckpointingLayer",
     "PreTrainedModel",
+    "initialization",
+    "is_torch_greater_or_equal",
     "is_torchdynamo_compiling",
     "is_torchdynamo_exporting",
     "maybe_autocast",
@@ -107,11 +110,31 @@ class PreTrainedModel(nn.Module):
         """Nothing is left to do."""
 
 
+class _Initialization:
+    """torch.nn.init, and copies. Without memory nothing is set."""
+
+    def __getattr__(self, name: str) -> Callable:
+        return getattr(nn.init, name)
+
+    def copy_(self, tensor: Tensor, other: Tensor) -> Tensor:
+        with torch.no_grad():
+            return tensor.copy_(other)
+
+
+initialization = _Initialization()
+
+
 def maybe_autocast(device_type: str, dtype: torch.dtype | None = None, enabled: bool = True, **unused: Any):
     """Autocast where it is wanted, or must be turned off; otherwise nothing."""
     if device_type != "meta" and (enabled or torch.is_autocast_enabled(device_type)):
         return torch.autocast(device_type, dtype=dtype, enabled=enabled)
     return contextlib.nullcontext()
+
+
+def is_torch_greater_or_equal(version: str, accept_dev: bool = False) -> bool:
+    """Whether torch is of that version or a later one."""
+    ours, theirs = ([int(part) for part in re.findall(r"\d+", text)[:2]] for text in (torch.__version__, version))
+    return ours >= theirs
 
 
 def is_torchdynamo_compiling() -> bool:
