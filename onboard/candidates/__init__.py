@@ -17,6 +17,8 @@ from dayzero.onboard.candidates.latent_attention import propose_latent_attention
 from dayzero.onboard.candidates.linear_attention import propose_lightning_attention
 from dayzero.onboard.candidates.moe import propose_moe
 from dayzero.onboard.candidates.norm import propose_norm
+from dayzero.onboard.candidates.recurrence import propose_channel_mix, propose_time_mix
+from dayzero.onboard.candidates.relative_attention import propose_relative_attention
 from dayzero.onboard.candidates.selective_scan import propose_mamba
 from dayzero.onboard.candidates.sparse_attention import propose_sparse_attention
 from dayzero.onboard.candidates.state_space import propose_mamba2
@@ -29,6 +31,7 @@ PROPOSERS: dict[str, tuple[Callable[[Site], list[Candidate]], ...]] = {
         propose_attention,
         propose_latent_attention,
         propose_compressed_attention,
+        propose_relative_attention,
         propose_sparse_attention,
         propose_delta_rule,
         propose_mamba2,
@@ -36,6 +39,8 @@ PROPOSERS: dict[str, tuple[Callable[[Site], list[Candidate]], ...]] = {
         propose_lightning_attention,
         propose_short_convolution,
         propose_recurrent_block,
+        propose_time_mix,
+        propose_channel_mix,
     ),
     "ffn": (propose_feed_forward, propose_moe),
     "connection": (propose_connection,),

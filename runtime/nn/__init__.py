@@ -32,9 +32,11 @@ from .moe import MixtureOfExperts
 from .norm import GatedRMSNorm, RMSNorm, ScaledFirstRMSNorm, SelfGatedRMSNorm
 from .pooled_indexer import MeanPooledIndexer, PooledIndexer
 from .product_key_router import ProductKeyRouter
+from .relative_attention import RelativeAttention
 from .rg_lru import RecurrentBlock
 from .rotary import Rotary
 from .router import Router, Routing
+from .rwkv import ChannelMix, TimeMix
 from .selection import GroupLimit, Normalise
 from .short_convolution import GatedShortConvolution
 from .sparse_mixer_router import SparseMixerRouter
@@ -43,6 +45,8 @@ from .top_one_router import TopOneRouter
 BLOCKS = {
     block.__name__: block
     for block in (
+        TimeMix,
+        ChannelMix,
         RecurrentBlock,
         GatedShortConvolution,
         BlockIndexer,
@@ -81,6 +85,7 @@ BLOCKS = {
         PooledIndexer,
         ProductKeyRouter,
         RMSNorm,
+        RelativeAttention,
         Rotary,
         Router,
         ScaledFirstRMSNorm,
@@ -98,6 +103,7 @@ __all__ = [
     "BlockIndexer",
     "CarriedRouter",
     "CausalLM",
+    "ChannelMix",
     "ChannelScale",
     "ClampedGLU",
     "CompressedAttention",
@@ -134,6 +140,7 @@ __all__ = [
     "ProductKeyRouter",
     "RMSNorm",
     "RecurrentBlock",
+    "RelativeAttention",
     "Rotary",
     "Router",
     "Routing",
@@ -143,5 +150,6 @@ __all__ = [
     "SparseMixerRouter",
     "StreamMean",
     "StreamMerge",
+    "TimeMix",
     "TopOneRouter",
 ]
