@@ -12,6 +12,7 @@ from functools import cached_property
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from dayzero.onboard.candidates.evidence import (
@@ -28,7 +29,7 @@ from dayzero.onboard.candidates.softmax import SoftmaxSeen, watch
 from dayzero.onboard.discover import Call, same
 from dayzero.runtime.nn.attention import _GATES
 from dayzero.runtime.nn.rotary import rotate
-from dayzero.runtime.weights import Part, Source, Stored
+from dayzero.runtime.weights import Part, Source, Squeeze, Stored
 
 CLOSE = 1e-9  # relative: two ways to the same values
 _MASKED = -1e30
@@ -110,7 +111,30 @@ class _Solver:
         step = self.heads // self.kv_heads
         self.key, self.value = (part.transpose(1, 2)[:, :, ::step] for part in (seen.key, seen.value))
         self.before: dict[_Road, Tensor] = {}  # queries or keys as they are before they are turned
+        self.mixes = dict(self._convolutions())
         self.inputs = [path for path, call in linears.items() if same(call.hidden, site.call.hidden)]
+
+    def _convolutions(self) -> Iterator[tuple[str, tuple[str, Tensor]]]:
+        """For each projection whose output goes through a short causal convolution with a residual: the weight of it,
+        and what it gives."""
+        for path, call in self.site.inner.items():
+            weights = [(name, p) for name, p in call.module.named_parameters() if p.ndim == 3 and p.shape[1] == 1]
+            if len(weights) != 1 or not call.has_stream or call.hidden.ndim != 3 or call.result.ndim != 3:
+                continue
+            name, weight = weights[0]
+            before = F.pad(call.hidden.transpose(1, 2), (weight.shape[-1] - 1, 0))
+            if weight.shape[0] != call.hidden.shape[-1]:
+                continue
+            mixed = F.conv1d(before, weight.detach(), groups=weight.shape[0]).transpose(1, 2)
+            if _close(call.hidden + mixed, call.result):
+                for linear, made in self.linears.items():
+                    if same(made.result, call.hidden):
+                        yield linear, (f"{path}.{name}", call.result)
+
+    def _result(self, piece: _Piece) -> Tensor:
+        """A piece of a projection's output, after the convolution that it may go through."""
+        mixed = self.mixes.get(piece.path)
+        return piece.of(self.linears[piece.path].result if mixed is None else mixed[1])
 
     # --- all together -----------------------------------------------------------------------------------------------
 
@@ -166,6 +190,8 @@ class _Solver:
             arguments["rotary_last"] = literal(True, "what the softmax was given")
         if self.value_dim != self.head_dim:
             arguments["value_dim"] = self._value_dim()
+        if (mixed := self.mixes.get(key.piece.path)) is not None:
+            arguments["convolution"] = size(mixed[0], 2)
         if query.clip is not None:
             arguments["clip"] = query.clip
         if query.norm is not None:
@@ -183,7 +209,10 @@ class _Solver:
     def _projection(self, ours: str, piece: _Piece) -> dict[str, Source]:
         module = self.linears[piece.path].module
         kinds = ("weight",) if module.bias is None else ("weight", "bias")
-        return {f"{ours}.{kind}": piece.source(kind) for kind in kinds}
+        made = {f"{ours}.{kind}": piece.source(kind) for kind in kinds}
+        if (mixed := self.mixes.get(piece.path)) is not None:
+            made[f"{ours}_mix"] = Squeeze((1,), Stored(mixed[0]))
+        return made
 
     # --- sizes ------------------------------------------------------------------------------------------------------
 
@@ -247,7 +276,7 @@ class _Solver:
         heads, dim = target.shape[2:]
         settled: set[tuple[_Piece, _Norm | None]] = set()
         for piece in self._pieces(heads * dim):
-            raw = piece.of(self.linears[piece.path].result)
+            raw = self._result(piece)
             for kind, norm, after, clip in self._norms_for(heads, dim):
                 start = raw
                 if kind == "whole" and norm is not None:
@@ -460,12 +489,16 @@ class _Solver:
         """[B, N, S, U] bool."""
         return self.seen.scores[..., : self.seen.key.shape[2]] > _MASKED
 
+    def _given_scores(self) -> Tensor:
+        """[B, N, S, U]: what the softmax was given for the keys."""
+        return self.seen.scores[..., : self.seen.key.shape[2]]
+
     def _scores(self) -> tuple[float, float | None, Evidence | None] | None:
         """(factor between products and scores, softcap, where it is held); None for scores that are more than that.
 
         A row may be shifted as a whole, which a softmax does not see: scores are compared with the diagonal's.
         """
-        products, scores = self.seen.products, self.seen.scores[..., : self.seen.key.shape[2]]
+        products, scores = self.seen.products, self._given_scores()
         keep = self._seen_keys()
         if not bool(torch.diagonal(keep, dim1=-2, dim2=-1).all()):
             return None
@@ -542,7 +575,7 @@ class _Solver:
         keys = {road.piece for road, _ in self._roads(self.key, positions=False)}
         norms = [None, *(norm for norm in self._norms(dim) if norm.weight is None)]
         for piece, norm in itertools.product(self._pieces(heads * dim), norms):
-            start = piece.of(self.linears[piece.path].result)
+            start = self._result(piece)
             for clip in self._clips():
                 bound = None if clip is None else clip.resolve(self.site.module, self.site.config)
                 value = (start if bound is None else start.clamp(-bound, bound)).unflatten(-1, (heads, dim))

@@ -4,7 +4,9 @@ Scores are scale * q.k, then capped, then biased; a token attends to itself and 
 (`causal`), to the last `window` tokens of these, or to those in the same run of `chunk` positions.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass, replace
 
 import torch
@@ -14,6 +16,23 @@ from torch.utils.checkpoint import checkpoint
 
 # (first row, age [Q, K]) -> [N, Q, K]: added to the scores of the Q tokens from that row on, of keys that much older.
 Bias = Callable[[int, Tensor], Tensor]
+
+_shifted: ContextVar[bool] = ContextVar("shifted", default=False)
+
+
+@contextmanager
+def shifted_scores() -> Iterator[None]:
+    """Inside, the largest score of each row is taken off first, as some references do.
+
+    A softmax does not see it and nobody needs it, but where it saturates the last digits of gradients differ, and a
+    proof looks at those.
+    """
+    token = _shifted.set(True)
+    try:
+        yield
+    finally:
+        _shifted.reset(token)
+
 
 QUERIES = 1024  # queries whose scores exist at a time where a fused kernel cannot be used
 
@@ -48,7 +67,7 @@ def attend(
     if visible.chunk is not None:
         lengths = tuple(part for length in lengths for part in _runs(length, visible.chunk))
         visible = replace(visible, chunk=None)
-    plain = softcap is None and sinks is None and bias is None
+    plain = softcap is None and sinks is None and bias is None and not _shifted.get()
     if plain and lengths and len(set(lengths)) == 1:
         shape = (len(lengths), lengths[0])
         q, k, v = (part.unflatten(0, shape).transpose(1, 2) for part in (query, key, value))
@@ -146,6 +165,8 @@ def _in_full(
         if sinks is not None:
             sink = sinks[:, None, None].expand(-1, count, 1) if sinks.ndim == 1 else sinks.t()[..., None]
             scores = torch.cat((scores, sink.to(scores.dtype)), -1)
+        if _shifted.get():
+            scores = scores - scores.max(-1, keepdim=True).values
         wide = torch.promote_types(scores.dtype, torch.float32)
         weights = scores.softmax(-1, dtype=wide).to(value.dtype)
         if sinks is not None:

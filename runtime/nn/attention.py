@@ -7,6 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .attend import Bias, Visibility, attend
+from .causal_convolution import causal_convolution
 from .context import Context
 from .linear import reset_linear
 from .norm import RMSNorm
@@ -27,7 +28,8 @@ class GroupedQueryAttention(nn.Module):
 
     Projections. value_dim: size of a value head where it is not head_dim. out: width of the output where it is not H.
     value_is_key: values are the projected keys, before their norm. clip: the projections are clamped to [-clip, clip],
-    after a norm of whole vectors and before one of heads.
+    after a norm of whole vectors and before one of heads. convolution: projected keys and values are mixed with their
+    predecessors, channel by channel: k_t + sum_i w[:, W-1-i] * k_{t-i} over so many tokens W (key_mix, value_mix).
     Norms. qk_norm: RMS norm of queries and keys over each head ("head") or over all heads at once ("whole");
     qk_norm_scaled: with a weight; qk_norm_after_rotary: not before the rotation but after it. value_norm_eps,
     output_norm_eps: RMS norm without weight of each head's value, or of what each head has gathered.
@@ -50,6 +52,8 @@ class GroupedQueryAttention(nn.Module):
         "value": "column",
         "query_norm": "replicate",
         "key_norm": "replicate",
+        "key_mix": "column",
+        "value_mix": "column",
         "gate": "column",
         "gate_bias": "column",
         "sinks": "column",
@@ -87,6 +91,7 @@ class GroupedQueryAttention(nn.Module):
         query_scale_factor: float = 0.0,
         query_scale_length: float = 1.0,
         rotary_last: bool = False,
+        convolution: int | None = None,
         chunk: int | None = None,
         causal: bool = True,
         softcap: float | None = None,
@@ -99,6 +104,8 @@ class GroupedQueryAttention(nn.Module):
         if heads % kv_heads:
             raise ValueError(f"{heads} heads cannot share {kv_heads} key/value heads evenly")
         self.value_dim = head_dim if value_dim is None else value_dim
+        if value_is_key and convolution is not None:
+            raise ValueError("values that are the keys cannot be mixed by themselves")
         if value_is_key and self.value_dim != head_dim:
             raise ValueError(f"values of size {value_dim} cannot be the keys of size {head_dim}")
         if not causal and chunk is None and window is not None and window < 1:
@@ -115,6 +122,11 @@ class GroupedQueryAttention(nn.Module):
         self.key = nn.Linear(hidden, kv_heads * head_dim, bias=bias)
         self.value = None if value_is_key else nn.Linear(hidden, kv_heads * self.value_dim, bias=bias)
         self.output = nn.Linear(heads * self.value_dim, hidden if out is None else out, bias=output_bias)
+        if convolution is not None:
+            self.key_mix, self.value_mix = (
+                nn.Parameter(torch.empty(kv_heads * dim, convolution)) for dim in (head_dim, self.value_dim)
+            )
+        self.convolution = convolution
         if qk_norm != "none":
             sizes = [head_dim if qk_norm == "head" else count * head_dim for count in (heads, kv_heads)]
             self.query_norm, self.key_norm = (
@@ -136,8 +148,12 @@ class GroupedQueryAttention(nn.Module):
         for vector in (self.gate_bias, self.sinks):
             if vector is not None:
                 nn.init.zeros_(vector)
+        if self.convolution is not None:
+            nn.init.zeros_(self.key_mix)
+            nn.init.zeros_(self.value_mix)
 
-    def forward(self, x: Tensor, context: Context) -> Tensor:
+    def forward(self, x: Tensor, context: Context, bias: Bias | None = None) -> Tensor:
+        """bias: added to the scaled scores."""
         query, key, value = self.projections(x, context)
         query, key = self.positioned(query, key, context)
         attended = attend(
@@ -148,8 +164,8 @@ class GroupedQueryAttention(nn.Module):
             self.scale,
             self.visible,
             self.softcap,
-            self.sinks_of(x),
-            self.bias_of(x, context),
+            self.sinks,
+            bias,
         )
         return self.output(self.gated(attended, x).flatten(-2))
 
@@ -157,6 +173,9 @@ class GroupedQueryAttention(nn.Module):
         """Queries [T, N, D], keys [T, G, D] and values [T, G, Dv]: projected, normed unless later, scaled."""
         query, key = self.query(x), self.key(x)
         value = None if self.value is None else self.value(x)
+        if self.convolution is not None and value is not None:
+            key = key + causal_convolution(key, self.key_mix, None, context.lengths)
+            value = value + causal_convolution(value, self.value_mix, None, context.lengths)
         if self.qk_norm == "whole":
             query, key = self.query_norm(query), self.key_norm(key)
         if self.clip is not None:
@@ -191,14 +210,6 @@ class GroupedQueryAttention(nn.Module):
         if self.query_scale is None:
             return None
         return query_scale(self.query_scale, context, self.query_scale_factor, self.query_scale_length, dtype)
-
-    def sinks_of(self, x: Tensor) -> Tensor | None:
-        """[N], or [T, N]: the logits of the sinks."""
-        return self.sinks
-
-    def bias_of(self, x: Tensor, context: Context) -> Bias | None:
-        """What is added to the scores."""
-        return None
 
     def gated(self, attended: Tensor, x: Tensor) -> Tensor:
         """attended: [T, N, Dv], normed and gated by x."""
