@@ -14,6 +14,7 @@ import hashlib
 import inspect
 import logging
 import sys
+import textwrap
 import types
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
@@ -192,7 +193,7 @@ class _Source:
         decorators = getattr(statement, "decorator_list", [])
         first = min([statement.lineno, *(decorator.lineno for decorator in decorators)])
         last = statement.end_lineno or first
-        return "\n".join(self.text.splitlines()[first - 1 : last]) + "\n", (first, last)
+        return textwrap.dedent("\n".join(self.text.splitlines()[first - 1 : last]) + "\n"), (first, last)
 
 
 def _module_of(thing: Any) -> types.ModuleType:
@@ -209,9 +210,10 @@ def _source_of(module: types.ModuleType) -> _Source:
         raise LiftError(f"the module {module.__name__} has no Python source")
     text = Path(file).read_text(encoding="utf-8")
     source = _Source(module, _label(module), text, _licence(text))
-    for statement in ast.parse(text).body:
+    for statement in _top_level(ast.parse(text).body):
         for name in _defined(statement):
-            source.statements[name] = statement
+            if name not in source.statements or _is_the_one(vars(module).get(name), statement):
+                source.statements[name] = statement
     for node in ast.walk(ast.parse(text)):
         if isinstance(node, ast.Import):
             for alias in node.names:
@@ -222,6 +224,26 @@ def _source_of(module: types.ModuleType) -> _Source:
             for alias in node.names:
                 source.bound[alias.asname or alias.name] = (base, alias.name)
     return source
+
+
+def _top_level(body: list[ast.stmt]) -> Iterator[ast.stmt]:
+    """The statements of a file, those under a condition included."""
+    for statement in body:
+        if isinstance(statement, ast.If):
+            yield from _top_level([*statement.body, *statement.orelse])
+        elif isinstance(statement, ast.Try):
+            handlers = [line for handler in statement.handlers for line in handler.body]
+            yield from _top_level([*statement.body, *handlers, *statement.orelse, *statement.finalbody])
+        else:
+            yield statement
+
+
+def _is_the_one(value: Any, statement: ast.stmt) -> bool:
+    """Whether this definition, of several under one name, is the one that was executed."""
+    code = getattr(inspect.unwrap(value), "__code__", None) if callable(value) else None
+    if code is None and isinstance(value, type):
+        code = next((f.__code__ for f in vars(value).values() if inspect.isfunction(f)), None)
+    return code is not None and statement.lineno <= code.co_firstlineno <= (statement.end_lineno or 0)
 
 
 def _label(module: types.ModuleType) -> str:

@@ -134,8 +134,10 @@ def attempt(candidate: Candidate, site: Site, generator: torch.Generator, *, tho
     _load(block, candidate, site)
     function = block_function(site, block, exact=False)
     ours = trace(lambda: function(site.call.hidden))
-    unexplained = [f"reference only: {line}" for line in _without_lengths(site, site.operations.difference(ours))]
-    unexplained += [f"block only: {line}" for line in ours.difference(site.operations)]
+    # Copied code makes its own rotary tables again; our blocks are handed them.
+    theirs = trace(lambda: site.call.replay(site.call.hidden)) if candidate.lifts else site.operations
+    unexplained = [f"reference only: {line}" for line in _without_lengths(site, theirs.difference(ours))]
+    unexplained += [f"block only: {line}" for line in ours.difference(theirs)]
     return Attempt(candidate, worst, where, "; ".join(unexplained))
 
 
@@ -154,7 +156,7 @@ def _trials(site: Site, generator: torch.Generator) -> Iterator[tuple[str, Tenso
         for position, scale in enumerate((*_INPUT_SCALES, *_beyond_limits(site))):
             hidden = torch.randn(site.call.hidden.shape, generator=generator, dtype=torch.float64) * scale
             yield f"input x{scale:g}, weights x{gain:g}", hidden, gain if position == 0 else None
-    # Selection biases that rise or fall with the class: the last or the first ones are chosen whatever their scores are.
+    # Selection biases that rise or fall with the class: the last or the first are chosen whatever their scores are.
     for name, order in (("rising", 1.0), ("falling", -1.0)) if never_trained(site.module) else ():
         for vector in never_trained(site.module):
             ramp = torch.linspace(-order, order, vector.numel(), dtype=torch.float64)
@@ -171,7 +173,7 @@ def _beyond_limits(site: Site) -> list[float]:
 
 
 def _load(block: nn.Module, candidate: Candidate, site: Site) -> float:
-    """Copies the module's parameters and saved buffers into the block. Returns infinity where they do not fit, else 0."""
+    """Copies the module's parameters and saved buffers into the block. Infinity where they do not fit, else 0."""
     values = candidate.values(state_of(site.module))
     parameters = {**dict(block.named_parameters()), **dict(block.named_buffers())}
     if values.keys() != parameters.keys():
