@@ -1,13 +1,14 @@
 """Expressions that hold for the shrunk model, at the sizes of the real one.
 
 Sizes that a real parameter's shape shows are taken from there: experts in a stack, the length of a part, what a padded
-tensor holds. The others (heads, the rows of one) are sizes of the config; in the shrunk config all sizes differ, so
-the number tells which.
+tensor holds. The others (heads, the rows of one) are sizes of the config, or come from a few of them; in the shrunk
+config all sizes differ, so the number tells which.
 """
 
 from collections import defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
+from itertools import combinations, permutations
 from typing import Any
 
 from dayzero.onboard.expressions import NoRule
@@ -28,22 +29,40 @@ from dayzero.runtime.weights import (
 
 Shape = tuple[int | None, ...]  # None: not known from the parameter
 Place = Callable[[Part, int, int], tuple[int, int]]  # (shrunk part, real length, real groups) -> real (start, stop)
+MOST_FACTOR = 16  # above this a number is no fraction of a size but a base, a limit, a scale
 PAIR = 2  # streams that alternate in pairs are pairs at any size
 
 
-def sizes_between(small: Mapping[str, Any], full: Mapping[str, Any]) -> dict[int, int]:
+class Sizes(dict[int, int]):
+    """Shrunk size -> real size, of the config's fields. factors: its fractions, of which some sizes are taken
+    (how much of a head turns, how much wider an inner part is). ambiguous: numbers that stand for several sizes."""
+
+    factors: tuple[float, ...] = ()
+    ambiguous: frozenset[int] = frozenset()
+
+
+def sizes_between(small: Mapping[str, Any], full: Mapping[str, Any]) -> Sizes:
     """Shrunk size -> real size, from two configs of one model; a number that stands for two sizes is left out."""
     found: dict[int, set[int]] = defaultdict(set)
+    factors: set[float] = set()
 
     def walk(one: Any, other: Any) -> None:
         if isinstance(one, Mapping) and isinstance(other, Mapping):
             for key in one.keys() & other.keys():
                 walk(one[key], other[key])
+        elif isinstance(one, list) and isinstance(other, list) and len(one) == len(other):
+            for pair in zip(one, other, strict=True):
+                walk(*pair)
         elif type(one) is int and type(other) is int and one > 1:
             found[one].add(other)
+        elif type(one) is float and one == other and 0 < one < MOST_FACTOR and one != 1:
+            factors.add(one)
 
     walk(small, full)
-    return {one: min(others) for one, others in found.items() if len(others) == 1}
+    sizes = Sizes({one: min(others) for one, others in found.items() if len(others) == 1})
+    sizes.factors = tuple(sorted(factors))
+    sizes.ambiguous = frozenset(found.keys() - sizes.keys())
+    return sizes
 
 
 def resized_layer(
@@ -125,12 +144,53 @@ def _with(shape: Shape, dim: int, size: int | None) -> Shape:
 
 
 def _real(size: int, sizes: Mapping[int, int]) -> int:
-    """The real size for a shrunk one: a size of the config, or twice or half of one. Raises NoRule."""
+    """The real size for a shrunk one: a size of the config, or the simplest that follows from its sizes: twice or half
+    of one, a fraction that the config states, a sum, a product, both. Raises NoRule where that leaves two answers."""
     if size in sizes:
         return sizes[size]
-    found = {2 * sizes[size // 2]} if size % 2 == 0 and size // 2 in sizes else set()
-    if 2 * size in sizes:
-        found |= {sizes[2 * size] // 2}
-    if len(found) != 1:
-        raise NoRule(f"{size} is no size of the config, nor twice or half of one")
-    return found.pop()
+    if size in getattr(sizes, "ambiguous", ()):
+        raise NoRule(f"{size} stands for more than one size of the config")
+    for made in _COMBINATIONS:
+        found = set(made(size, sizes))
+        if len(found) == 1:
+            return found.pop()
+        if found:
+            break
+    raise NoRule(f"{size} is no size of the config, and does not follow from one")
+
+
+def _twice(size: int, sizes: Mapping[int, int]) -> Iterator[int]:
+    if size % 2 == 0 and size // 2 in sizes:
+        yield 2 * sizes[size // 2]
+    if 2 * size in sizes and sizes[2 * size] % 2 == 0:
+        yield sizes[2 * size] // 2
+
+
+def _fraction(size: int, sizes: Mapping[int, int]) -> Iterator[int]:
+    for factor in getattr(sizes, "factors", ()):
+        yield from (int(real * factor) for one, real in sizes.items() if int(one * factor) == size)
+
+
+def _sum_or_product(size: int, sizes: Mapping[int, int]) -> Iterator[int]:
+    for (one, real), (two, other) in combinations(sizes.items(), 2):
+        if one + two == size:
+            yield real + other
+        if one * two == size:
+            yield real * other
+
+
+def _three(size: int, sizes: Mapping[int, int]) -> Iterator[int]:
+    """Heads of two parts, keys and values side by side, two products."""
+    for (one, real), (two, other) in permutations(sizes.items(), 2):
+        if one * 2 + two == size:
+            yield real * 2 + other
+        if one > two and size == 2 * one * two:
+            yield 2 * real * other
+        rest = size - one * two
+        if rest > 0 and rest in sizes and one > two:
+            yield real * other + sizes[rest]
+        if size % one == 0 and (size // one - two) in sizes and size // one - two > two:
+            yield real * (other + sizes[size // one - two])
+
+
+_COMBINATIONS = (_twice, _fraction, _sum_or_product, _three)

@@ -1,127 +1,149 @@
 """A tiny model of the same kind: few layers that still cover every kind, small sizes that no two of agree.
 
 A wrong transposition or swap must not fit by accident, so every size that could meet another in a shape is different
-from it, and none of the matrices is square where the architecture allows it.
+from it, and none of the matrices is square where the architecture allows it. What the architecture allows is found by
+trying: the small reference must build, run, and have the tensors of the real one, layer by layer.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from torch import nn
 
-from dayzero.onboard.config_fields import field_of, size_of
-from dayzero.onboard.reference import UnknownArchitecture, build, load_config
-from dayzero.runtime.errors import InputError
+from dayzero.onboard.canonical_config import canonical
+from dayzero.onboard.config_fields import SIZES
+from dayzero.onboard.reference import build
+from dayzero.onboard.shrink_layers import (
+    cut_layers,
+    followed,
+    kind_of,
+    layer_list,
+    layer_signatures,
+    layers_to_cover,
+    part_signature,
+)
+from dayzero.onboard.shrink_sizes import NoSmallSizes, small_sizes
+from dayzero.onboard.trial import FAILURES, SEQUENCE, trial
 
-SEQUENCE = 24  # tokens of a proof's documents: more than the window, many more than top_k
-MOST_LAYERS = 12
-
-# heads * head_dim = 84, kv_heads * head_dim = 42; 2 * width and 2 * expert_width stay apart from all of them too.
-# hidden is a multiple of heads, which some configs insist on; it is the query width where they have no head size.
-_SMALL = {
-    "hidden": 48,
-    "heads": 6,
-    "kv_heads": 3,
-    "head_dim": 14,
-    "vocabulary": 131,
-    "width": 58,
-    "expert_width": 34,
-    "shared_width": 22,
-    "experts": 10,
-    "top_k": 3,
-    "window": 7,
-}
-
-Signature = tuple[tuple[str, Any], ...]
-
-
-def layer_signatures(model: nn.Module) -> list[Signature]:
-    """What distinguishes the layers: every parameter's path and shape and every scalar attribute, layer by layer.
-
-    Attributes that are simply the layer's own number, in every layer, are left out.
-    """
-    signatures: list[dict[str, Any]] = []
-    for layer in _layers(model):
-        entries: dict[str, Any] = {f"shape of {name}": tuple(p.shape) for name, p in layer.named_parameters()}
-        for path, module in layer.named_modules():
-            for name, value in sorted(vars(module).items()):
-                scalar = isinstance(value, (bool, int, float, str, type(None)))
-                if scalar and not name.startswith("_") and name != "training":
-                    entries[f"{path}.{name}"] = value
-        signatures.append(entries)
-    numbering = {
-        name
-        for name in signatures[0]
-        if all(type(s.get(name)) is int and s[name] == index for index, s in enumerate(signatures))
-    }
-    return [tuple((name, value) for name, value in s.items() if name not in numbering) for s in signatures]
+__all__ = [
+    "SEQUENCE",
+    "NoSmallSizes",
+    "Shrunk",
+    "layer_signatures",
+    "layers_to_cover",
+    "part_signature",
+    "shrink",
+    "shrink_model",
+    "text_path",
+]
 
 
-def _layers(model: nn.Module) -> nn.ModuleList:
-    lists = [module for module in model.modules() if isinstance(module, nn.ModuleList)]
-    if not lists:
-        raise UnknownArchitecture(f"{type(model).__name__} has no list of layers")
-    return max(lists, key=len)
+@dataclass(frozen=True)
+class Shrunk:
+    """config: the small one. full: the real one in the same spelling, field for field, with the same layers only.
+    kept[i]: the real layer that small layer i is. follows[n]: the small layer that stands for real layer n."""
 
-
-def part_signature(layer: Signature, path: str) -> Signature:
-    """What of a layer's signature is about the child at `path`."""
-    return tuple(entry for entry in layer if entry[0].removeprefix("shape of ").startswith(path + "."))
-
-
-def layers_to_cover(signatures: list[Signature]) -> int:
-    """Length of the shortest prefix of the layers that has one of every kind; at least 2 where the model has them."""
-    kinds = set(signatures)
-    seen: set[Signature] = set()
-    for index, signature in enumerate(signatures):
-        seen.add(signature)
-        if seen == kinds:
-            return min(max(index + 1, 2), len(signatures))
-    return len(signatures)
+    config: dict[str, Any]
+    full: dict[str, Any]
+    kept: list[int]
+    follows: list[int]
 
 
 def shrink(config: Mapping[str, Any]) -> dict[str, Any]:
-    """The small config. Builds the real model on the meta device to see its layers' kinds.
+    """The small config. See `shrink_model`."""
+    return shrink_model(config).config
 
-    Raises UnknownArchitecture for a model without a list of layers, InputError for a config that makes none.
 
-    Lists with one entry a layer are cut to the layers kept; lists of layer numbers keep the numbers that are left.
+def shrink_model(config: Mapping[str, Any], tell: Callable[[str], None] = lambda line: None) -> Shrunk:
+    """The small config and which real layer each of its layers is.
+
+    Builds the real model on the meta device to see its layers. Raises UnknownArchitecture for a model without a list of
+    layers or one that cannot be cut, InputError for a config that makes none, NoSmallSizes.
     """
-    config = complete(config)
-    model, _ = build(config, device="meta")
-    total = len(_layers(model))
-    layers = field_of(config, "layers")
-    if layers is None:
-        raise UnknownArchitecture(f"no field of the config is known to hold the number of layers, {total}")
-    if not total:
-        raise InputError(f"config.json: {layers}", found=str(config[layers]), expected="at least one layer")
-    kept = min(layers_to_cover(layer_signatures(model)), MOST_LAYERS)
-    small = {name: _cut(value, total, kept) for name, value in config.items()}
-    for meaning, value in _SMALL.items():
-        if size_of(config, meaning) is not None:
-            small[str(field_of(config, meaning))] = value
-    small[layers] = kept
-    for name, value in config.items():
-        if name.endswith("token_id") and isinstance(value, int):
-            small[name] = min(value, 2)
+    complete = canonical(config)
+    complete.pop("quantization_config", None)
+    model, _ = build(complete, device="meta")
+    text = text_path(complete, len(layer_list(model)))
+    signatures = layer_signatures(model)
+    cut = cut_layers(complete, text, signatures)
+    wanted = _tensors(cut.model)
+
+    def matters(changed: Mapping[str, Any]) -> bool:
+        try:
+            other, _ = build(changed, device="meta")
+        except FAILURES:
+            return True
+        return [p.shape for p in other.parameters()] != [p.shape for p in cut.model.parameters()]
+
+    def same(small: nn.Module) -> str:
+        found = _tensors(small)
+        differing = sorted(str(entry) for entry in found ^ wanted)
+        return f"it differs in {len(differing)} tensors, {differing[0]} first" if differing else ""
+
+    def collisions(changed: Mapping[str, Any]) -> set[int]:
+        try:
+            return _collisions(build(changed, device="meta")[0], cut.model)
+        except FAILURES:
+            return set(range(1000))
+
+    start = _with_small_tokens(cut.config)
+    small = small_sizes(start, text, cut.numbered, matters, lambda config: trial(config, same), collisions, tell)
+    return Shrunk(small, cut.config, cut.kept, followed(signatures, cut.kept))
+
+
+def _tensors(model: nn.Module) -> set[tuple[Any, ...]]:
+    """What must be the same in the small model: the tensors of the layers, by name and rank, numbers inside a layer
+    (of experts, say) aside; and the other parameters likewise."""
+    found: set[tuple[Any, ...]] = set()
+    for index, signature in enumerate(layer_signatures(model)):
+        found |= {(index, *entry) for entry in kind_of(signature) if entry[0].startswith("shape of ")}
+    return found
+
+
+def _collisions(small: nn.Module, real: nn.Module) -> set[int]:
+    """Dimensions of the small layers' tensors that stand for different dimensions of the real ones."""
+    means: dict[int, set[int]] = {}
+    there = dict(layer_list(real).named_parameters())
+    for name, parameter in layer_list(small).named_parameters():
+        if name in there:
+            for one, other in zip(parameter.shape, there[name].shape, strict=True):
+                means.setdefault(one, set()).add(other)
+    return {one for one, others in means.items() if len(others) > 1}
+
+
+def text_path(config: Mapping[str, Any], layers: int) -> tuple[str, ...]:
+    """Where in the config the language model is described: () for the whole, or the path of the nested part.
+
+    layers: how many the language model has. Of the parts that say so, the shallowest, and of those the one with a
+    vocabulary.
+    """
+    found: list[tuple[int, bool, tuple[str, ...]]] = []
+
+    def walk(part: Mapping[str, Any], path: tuple[str, ...]) -> None:
+        counts = any(part.get(name) == layers for name in SIZES["layers"])
+        lists = any(isinstance(value, list) and len(value) == layers for value in part.values())
+        if counts or lists or part.get("vocab_size"):
+            found.append((not part.get("vocab_size"), not counts, path))
+        for name, value in part.items():
+            if isinstance(value, Mapping):
+                walk(value, (*path, name))
+
+    walk(config, ())
+    return min(found, key=lambda entry: (entry[0], entry[1], len(entry[2])))[2] if found else ()
+
+
+def _with_small_tokens(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Token ids that fit any vocabulary, in every part of the config."""
+    made: dict[str, Any] = {}
+    for key, value in config.items():
+        name = str(key)
+        if isinstance(value, Mapping):
+            made[key] = _with_small_tokens(value)
+        elif name.endswith(("token_id", "token_index")) and type(value) is int:
+            made[key] = min(value, 2) if name.startswith(("bos", "eos", "pad")) else value
         elif name.endswith("token_id") and isinstance(value, list):
-            small[name] = [1]
-    small.pop("quantization_config", None)
-    return small
-
-
-def complete(config: Mapping[str, Any]) -> dict[str, Any]:
-    """The config with the defaults that its class fills in for fields the file leaves out."""
-    loaded = load_config(config).to_dict()
-    loaded.pop("_name_or_path", None)  # a folder that is gone again
-    return {**loaded, "architectures": list(config.get("architectures") or [])}
-
-
-def _cut(value: Any, total: int, kept: int) -> Any:
-    if not isinstance(value, list) or not value:
-        return value
-    if len(value) == total:
-        return value[:kept]
-    if all(isinstance(item, int) and not isinstance(item, bool) and 0 <= item < total for item in value):
-        return [item for item in value if item < kept]
-    return value
+            made[key] = [1]
+        else:
+            made[key] = value
+    return made

@@ -43,7 +43,7 @@ SIZES: dict[str, Any] = {
     "linear_key_head_dim": 12, "linear_value_head_dim": 18, "linear_num_key_heads": 2, "linear_num_value_heads": 6,
     "linear_head_dim": 12, "linear_num_heads": 5, "mamba_n_heads": 10, "mamba_d_head": 16, "mamba_d_state": 11,
     "mamba_n_groups": 2, "mamba_ngroups": 2, "mamba_expand": 2, "mamba_chunk_size": 8, "chunk_size": 8, "block_size": 8,
-    "mamba_dt_rank": 6, "state_size": 11, "time_step_rank": 6, "hc_mult": 3, "d_rel": 9, "rel_extent": 13,
+    "mamba_dt_rank": 6, "state_size": 11, "time_step_rank": 6, "hc_mult": 4, "d_rel": 9, "rel_extent": 13,
     # no layers that predict further tokens
     "num_mtp_layers": 0, "num_nextn_predict_layers": 0,
     "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
@@ -299,7 +299,7 @@ FAMILIES: dict[str, Family] = {
         {"vision_config": {}},
     ),
     "qwen4_exp": Family("Qwen4ExpForCausalLM", {
-        "layer_types": [LINEAR, INDEXED, LINEAR, INDEXED], "hc_count": 3, "hc_lowrank": 6, "ple_layer_ids": [1],
+        "layer_types": [LINEAR, INDEXED, LINEAR, INDEXED], "hc_count": 4, "hc_lowrank": 6, "ple_layer_ids": [1],
         "ple_embed_dim": 16, "ngram_vocab_size_base": 64, "heads_per_ngram": 2, "split_ngram_parts": 2,
         "make_ngram_vocab_size_divisible_by": 8, "indexer_kv_heads": 1, "indexer_n_heads": 3, "indexer_head_dim": 24,
         "indexer_budget": 8, "indexer_compress_ratio": 2,
