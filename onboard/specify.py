@@ -29,7 +29,7 @@ from dayzero.onboard.prove import TOLERANCE, Attempt, relative_error
 from dayzero.onboard.real_sizes import sizes_between
 from dayzero.onboard.reference import UnknownArchitecture, build, on_disk, redraw, run
 from dayzero.onboard.rules import NoRule, find_rules, full_rules, layer_templates
-from dayzero.onboard.shrink import SEQUENCE, layer_signatures, shrink
+from dayzero.onboard.shrink import SEQUENCE, NoSmallSizes, shrink_model
 from dayzero.runtime.errors import InputError
 from dayzero.runtime.packed import Header, quantised_groups
 from dayzero.runtime.spec import CheckpointId, ModelSpec, Record, RuleSpec, SourceSpec
@@ -72,9 +72,10 @@ def specify(
     """
     try:
         full, _ = build(config, device="meta")
-        small = shrink(config)
-    except UnknownArchitecture as error:
+        cut = shrink_model(config, tell)
+    except (UnknownArchitecture, NoSmallSizes) as error:
         raise NotProven([Unproven("config.json", str(error))]) from None
+    small, follows = cut.config, cut.follows
     tell(f"shrunk to {small_summary(small)}")
     generator = torch.Generator().manual_seed(0)
     reference, reads, ids = _small_reference(small, generator)
@@ -99,7 +100,6 @@ def specify(
     shrunk = shrunk.model_copy(
         update={"rules": [RuleSpec(parameter=parameter, source=SourceSpec.of(s)) for parameter, s in found.items()]}
     )
-    follows = _follow(layer_signatures(full), len(proven.layers))
     try:
         spec = specification_of(full, text_config(full), proven, follows, identity, name)
         with torch.device("meta"):
@@ -108,7 +108,7 @@ def specify(
         found = " ".join(str(error).split())
         raise InputError("config.json", found=found, expected="sizes that the proven blocks can have") from None
     try:
-        rules = full_rules(templates, follows, shapes, sizes_between(small, config))
+        rules = full_rules(templates, follows, shapes, sizes_between(small, cut.full))
         spec = spec.model_copy(update={"rules": rules if headers is None else _on_disk(rules, headers)})
     except NoRule as error:
         raise NotProven([Unproven("weights", str(error))]) from None
@@ -191,18 +191,6 @@ def small_summary(small: Mapping[str, Any]) -> str:
     """The shrunk sizes in one line."""
     sizes = [f"{name}={value}" for name, value in small.items() if name.startswith(("num_", "hidden_size", "vocab"))]
     return ", ".join(sizes)
-
-
-def _follow(signatures: list[tuple], kept: int) -> list[int]:
-    """For every layer of the real model, the first layer of its kind, which the shrunk model has too."""
-    first = {}
-    for index, signature in enumerate(signatures):
-        first.setdefault(signature, index)
-    follows = [first[signature] for signature in signatures]
-    if max(follows) >= kept:
-        raise NotProven([Unproven("layers", f"layer {max(follows)} is of a kind that the first {kept} layers lack")])
-    # Within the prefix each layer follows itself, so that per-layer proofs stay with their own layer.
-    return [index if index < kept else followed for index, followed in enumerate(follows)]
 
 
 def stored_as(loaded: Any, name: str) -> str:
