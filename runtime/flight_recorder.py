@@ -96,11 +96,11 @@ def _store() -> Any:
 
 def nccl_timeout(log: str) -> str:
     """What NCCL's watchdog wrote into a rank's log before it ended the process, in short; "" if it did not."""
-    found = re.findall(r"collective operation timeout: (WorkNCCL\(.*?\))(?: ran for (\d+) milli)?", log)
-    if not found:
+    lines = [line for line in log.splitlines() if "collective operation timeout: " in line]
+    if not lines:
         return ""
-    work, milliseconds = found[-1]
-    kind = re.search(r"OpType=(\w+)", work)
-    size = re.search(r"NumelIn=(\d+)", work)
+    kind, size, took = (
+        re.search(pattern, lines[-1]) for pattern in (r"OpType=(\w+)", r"NumelIn=(\d+)", r"ran for (\d+) milliseconds")
+    )
     text = f"{kind[1].lower() if kind else 'a collective'} of {size[1] if size else '?'} elements timed out"
-    return text + (f" after {int(milliseconds) / 1000:.0f} s" if milliseconds else "")
+    return text + (f" after {int(took[1]) / 1000:.0f} s" if took else "")

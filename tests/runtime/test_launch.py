@@ -4,6 +4,7 @@ import json
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -23,13 +24,13 @@ RUNTIME = [sys.executable, "-m", "dayzero.runtime.cli"]
 class Command:
     """`runtime train` of the tiny package into `run`, in the background."""
 
-    def __init__(self, tiny_run, run: Path, *more: str, launcher=RUNTIME):
+    def __init__(self, tiny_run, run: Path, *more: str, launcher=RUNTIME, output: Path | None = None):
         settings = [*tiny_run.settings, "parallel.ep=2", "train.steps=10", "checkpoint.every=3", "lora.dropout=0.1"]
         words = [word for setting in settings for word in ("--set", setting)]
         # Not --run: torchrun takes that for an abbreviation of its own --run-path.
         data = ["--data", tiny_run.data, "--eval-data", tiny_run.eval_data, "--run-dir", run]
         command = [*launcher, "train", tiny_run.package, *data, *words, *more]
-        self.run, self.output = run, run.with_suffix(".out")
+        self.run, self.output = run, output or run.with_suffix(".out")
         environment = {**os.environ, "OMP_NUM_THREADS": "1"}
         with self.output.open("w") as out:
             self.process = subprocess.Popen(list(map(str, command)), stdout=out, stderr=out, env=environment)
@@ -117,6 +118,31 @@ def test_interrupted(tiny_run, tmp_path):
     assert "Traceback" not in command.text
 
 
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_sigterm_saves_and_ends_well(ranks, whole, tiny_run, tmp_path):
+    settings = ["--set", "checkpoint.every=100", "--set", f"parallel.ep={ranks}"]
+    command = Command(tiny_run, tmp_path / "run", "--nproc", str(ranks), "--json", *settings)
+    command.wait_for("step 4/10")
+    command.process.send_signal(signal.SIGTERM)
+    assert command.finish() == 0, command.text
+    summary = json.loads(command.text.splitlines()[-1])
+    assert (summary["ok"], summary["steps"] in range(4, 10)) == (True, True)
+    assert "asked to stop" in command.text
+    assert checkpointing.step_of(checkpointing.latest(command.run)) == summary["steps"]
+    if ranks == 2:
+        assert Command(tiny_run, tmp_path / "run", "--nproc", "2", "--resume").finish() == 0
+        assert comparable(command.run) == comparable(whole.run)
+
+
+def test_a_hung_rank_ends_the_run_and_is_named(tiny_run, tmp_path):
+    command = Command(tiny_run, tmp_path / "run", "--nproc", "2", "--set", "train.timeout=0.05")
+    command.wait_for("step 2/10")
+    os.kill(command.pid(1), signal.SIGSTOP)
+    assert command.finish() == 1
+    assert re.search(r"rank 0: Hung: \w+ of \[.*timed out; ranks that did not come: 1", command.text), command.text
+    assert "Traceback" not in command.text
+
+
 def test_a_killed_launcher_leaves_no_rank_behind(tiny_run, tmp_path):
     command = Command(tiny_run, tmp_path / "run", "--nproc", "2", "--set", "train.steps=500")
     command.wait_for("step 2/500")
@@ -134,6 +160,38 @@ def test_joins_the_processes_of_torchrun(whole, tiny_run, tmp_path):
     command = Command(tiny_run, tmp_path / "run", launcher=[*torchrun, "-m", "dayzero.runtime.cli"])
     assert command.finish() == 0, command.text
     assert comparable(command.run) == comparable(whole.run)
+
+
+def test_two_nodes_restart_together(whole, tiny_run, tmp_path):
+    """Each node has an agent of its own, which counts only the failures of its own ranks."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    nodes = []
+    for node in range(2):
+        torchrun = [
+            *(sys.executable, "-m", "torch.distributed.run", "--nnodes", "2", "--nproc-per-node", "1"),
+            *("--rdzv-backend", "c10d", "--rdzv-endpoint", f"localhost:{port}", "--rdzv-id", "job17"),
+            *("--rdzv-conf", f"is_host={int(node == 0)}", "--max-restarts", "2", "--monitor-interval", "0.2"),
+        ]
+        launcher = [*torchrun, "-m", "dayzero.runtime.cli"]
+        nodes.append(Command(tiny_run, tmp_path / "run", launcher=launcher, output=tmp_path / f"node{node}.out"))
+    end = time.monotonic() + 90
+    while "step 5/10" not in nodes[0].text + nodes[1].text:
+        assert time.monotonic() < end, nodes[0].text + nodes[1].text
+        time.sleep(0.02)
+    os.kill(worker_of(nodes[1].process.pid), signal.SIGKILL)
+    codes = [node.finish() for node in nodes]
+    text = nodes[0].text + nodes[1].text
+    assert codes == [0, 0], text
+    assert re.search("resuming after step [36]", text)
+    assert comparable(nodes[0].run) == comparable(whole.run)
+
+
+def worker_of(agent: int) -> int:
+    """The rank that a torchrun of one rank started."""
+    children = Path(f"/proc/{agent}/task/{agent}/children").read_text().split()
+    return next(int(pid) for pid in children if b"dayzero.runtime.cli" in Path(f"/proc/{pid}/cmdline").read_bytes())
 
 
 def test_what_only_a_rank_can_see_is_bad_input_too(tiny_run, tmp_path):
