@@ -143,7 +143,12 @@ def _formula(seen: _Seen, config: Any) -> Candidate | None:
         for arguments in _scalings(theta, seen, config):
             for dim in _dims(theta, seen, module, config):
                 for factor in _attention_factors(module, radius, theta):
-                    whole = {"dim": dim, "theta": _number(theta, float), **arguments, **factor}
+                    whole: dict[str, Evidence | Candidate] = {
+                        "dim": dim,
+                        "theta": _number(theta, float),
+                        **arguments,
+                        **factor,
+                    }
                     candidate = Candidate("Rotary", whole, {})
                     if _agrees(candidate, seen, module, config):
                         return candidate
