@@ -7,6 +7,7 @@ import hashlib
 import importlib.metadata
 import inspect
 import json
+import math
 import re
 import subprocess
 from dataclasses import MISSING, fields
@@ -51,6 +52,8 @@ def _lit(value: Any) -> str:
         return "{" + ", ".join(f"{_lit(key)}: {_lit(held)}" for key, held in value.items()) + "}"
     if isinstance(value, (list, tuple)):
         return "[" + ", ".join(map(_lit, value)) + "]"
+    if isinstance(value, float) and not math.isfinite(value):
+        return f'float("{value}")'
     if value is None or isinstance(value, (bool, int, float, str)):
         return repr(value)
     raise Unsafe(f"{value!r} is not plain data")

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from dayzero.onboard.discover import Call
+from dayzero.runtime.nn.carried_router import STATE
 from dayzero.runtime.nn.latent_attention import LATENTS, SELECTED
 
 
@@ -17,7 +18,22 @@ def left_by_earlier(call: Call) -> dict[str, Tensor]:
     for name, (compressed, turned) in handed_latents(call).items():
         joined = torch.cat((compressed, turned), -1)
         shared[LATENTS + name] = joined.reshape(-1, joined.shape[-1])
+    if (state := handed_state(call)) is not None:
+        shared[STATE] = state
     return shared
+
+
+def handed_state(call: Call) -> Tensor | None:
+    """[T, width], from a floating-point argument [B, S, width] beside the stream, narrower than it; or None."""
+    if call.hidden.ndim != 3:
+        return None
+    batch, length, hidden = call.hidden.shape
+    for value in [*call.args, *call.kwargs.values()]:
+        if not isinstance(value, Tensor) or not value.is_floating_point() or value is call.hidden or value.ndim != 3:
+            continue
+        if value.shape[:2] == (batch, length) and 1 < value.shape[2] < hidden:
+            return value.detach().flatten(0, 1)
+    return None
 
 
 def handed_index(call: Call) -> Tensor | None:

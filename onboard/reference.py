@@ -27,8 +27,8 @@ from dayzero.runtime.nn.promote import Promote
 
 __all__ = [
     "ForceTopK", "Promote", "Reads", "UnknownArchitecture", "build", "constructed_with", "inputs", "load_config",
-    "model_class", "on_disk", "quiet", "redraw", "replaced", "run", "state_of", "text_config", "text_model",
-    "text_prefix",
+    "model_class", "never_trained", "on_disk", "quiet", "redraw", "replaced", "run", "state_of", "text_config",
+    "text_model", "text_prefix",
 ]  # fmt: skip
 
 
@@ -246,17 +246,17 @@ def redraw(model: nn.Module, generator: torch.Generator, gain: float = 1.0) -> N
     as names of the rows of a matrix beside them: a row of a table gets different ones. Values are
     float32-representable, so that a float32 file holds them exactly.
     """
-    trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
+    frozen = {tensor.data_ptr() for tensor in never_trained(model)}
     with torch.no_grad():
         for name, tensor in state_of(model).items():
             if not tensor.is_floating_point():
                 _redraw_names(model, name, tensor, generator)
                 continue
-            if name not in trained and _is_computed(model, name):
+            if _is_computed(model, name):
                 continue
             noise = torch.randn(tensor.shape, generator=generator, dtype=torch.float64)
-            if name not in trained and tensor.numel() == max(tensor.shape, default=0):
-                tensor.copy_((0.8 * gain * noise - 0.2).float())
+            if tensor.data_ptr() in frozen:
+                tensor.copy_((0.15 * gain * noise - 0.05).float())
             elif tensor.ndim >= 2:
                 tensor.copy_((noise * gain / tensor.shape[-1] ** 0.5).float())
             else:
@@ -264,14 +264,26 @@ def redraw(model: nn.Module, generator: torch.Generator, gain: float = 1.0) -> N
 
 
 def _is_computed(model: nn.Module, name: str) -> bool:
-    """Whether this buffer held different values when it was first seen: noted on it, since it may be redrawn later."""
+    """Whether this buffer held different values when it was first seen: noted on it, since it may be redrawn later.
+    Two of them are none: a bias of zeros may start with another value for a class of its own."""
     owner, _, leaf = name.rpartition(".")
     buffer = model.get_submodule(owner)._buffers.get(leaf)
     if buffer is None:
         return False
     if not hasattr(buffer, "_computed"):
-        buffer._computed = bool((buffer != buffer.flatten()[:1]).any())  # type: ignore[attr-defined]
+        buffer._computed = buffer.unique().numel() > 2  # type: ignore[attr-defined]
     return buffer._computed  # type: ignore[attr-defined]
+
+
+def never_trained(module: nn.Module) -> list[Tensor]:
+    """Saved vectors that no optimizer sees, such as selection biases: buffers, and parameters without a gradient."""
+    trained = {name for name, parameter in module.named_parameters() if parameter.requires_grad}
+    return [
+        tensor
+        for name, tensor in state_of(module).items()
+        if name not in trained and tensor.is_floating_point() and tensor.numel() == max(tensor.shape, default=0) > 1
+        if not _is_computed(module, name)
+    ]
 
 
 def _redraw_names(model: nn.Module, name: str, table: Tensor, generator: torch.Generator) -> None:

@@ -50,9 +50,9 @@ def drivers(site: Site, value: Any, other: Any, shows: Callable[[Operations], bo
         if not name.startswith("_")
     ]
     for evidence, holder, name, held in [*plain_settings(site), *of_config]:
-        same = type(held) in {bool, int, float} and held == value and isinstance(held, bool) == isinstance(value, bool)
-        if same:
-            with changed(holder, name, other):
+        if type(held) is type(other) and held == value:
+            # Settings that check their values may refuse this one.
+            with contextlib.suppress(Exception), changed(holder, name, other):
                 if shows(_again(site)):
                     found.append(evidence)
     return found

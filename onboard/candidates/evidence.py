@@ -1,7 +1,7 @@
 """Where an argument of a block comes from, in a form that can be resolved again on another model."""
 
 from collections.abc import Callable, Container, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
@@ -76,8 +76,8 @@ class Candidate:
     there is such a block at all, for one that is inside another."""
 
     block: str
-    arguments: dict[str, "Evidence | Candidate"]
-    parameters: dict[str, Source]
+    arguments: Mapping[str, "Evidence | Candidate"]
+    parameters: Mapping[str, Source]
     when: Evidence | None = None
 
     def __post_init__(self) -> None:
@@ -171,9 +171,13 @@ class Site:
     def module(self) -> nn.Module:
         return self.call.module
 
-    @cached_property
+    @property
     def context(self) -> Context:
-        """What our blocks are given beside the hidden input."""
+        """What our blocks are given beside the hidden input; a fresh one each time, since blocks leave things in it."""
+        return replace(self._handed, shared=dict(self._handed.shared))
+
+    @cached_property
+    def _handed(self) -> Context:
         return context_of(self.call, self.inner)
 
     @cached_property

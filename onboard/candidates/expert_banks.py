@@ -1,4 +1,4 @@
-"""Where the matrices of a layer's experts are, in whatever layout: stacked, a list of modules, flat, or rows of tables."""
+"""Where the matrices of a layer's experts are, in whatever layout: stacked, listed, flat, or rows of tables."""
 
 import re
 from collections.abc import Iterator
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from torch import nn
 
 from dayzero.onboard.candidates.evidence import Site
-from dayzero.runtime.weights import Source, Squeeze, Stack, Stored, Unflatten, Unsqueeze
+from dayzero.runtime.weights import Source, Stack, Stored, Unflatten, Unsqueeze
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,9 @@ def _stacked(site: Site) -> Iterator[Bank]:
         yield Bank(
             path,
             experts,
-            tuple(Matrix(prefix + n, Stored(prefix + n), p.shape[1], p.shape[2], p.shape[0]) for n, p in stacks.items()),
+            tuple(
+                Matrix(prefix + n, Stored(prefix + n), p.shape[1], p.shape[2], p.shape[0]) for n, p in stacks.items()
+            ),
             tuple(Matrix(prefix + n, Stored(prefix + n), 1, p.shape[1], experts) for n, p in vectors.items()),
             frozenset(prefix + name for name in [*stacks, *vectors]),
         )
@@ -139,11 +141,3 @@ def _tables(site: Site) -> Iterator[Bank]:
         names = [f"{prefix}{name}.weight" for name, _ in tables]
         matrices = tuple(Matrix(name, Unsqueeze((1,), Stored(name)), 1, columns, experts) for name in names)
         yield Bank(path, experts, matrices, (), frozenset(names))
-
-
-def as_vectors(matrix: Matrix) -> Source:
-    """[E, length] of a vector of every expert."""
-    return matrix.source
-
-
-__all__ = ["Bank", "Matrix", "Squeeze", "as_vectors", "banks"]

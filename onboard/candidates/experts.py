@@ -126,7 +126,10 @@ def _sizes(bank: Bank, matrix: Matrix, down: Source) -> tuple[Evidence, Evidence
 
     label = f"shape of {matrix.name}"
     return (
-        Evidence(f"{label}: experts", lambda module, config: shape_of(module)[0] if matrix.experts == bank.experts else bank.experts),
+        Evidence(
+            f"{label}: experts",
+            lambda module, config: shape_of(module)[0] if matrix.experts == bank.experts else bank.experts,
+        ),
         Evidence(f"{label}: out", lambda module, config: shape_of(module)[1]),
         Evidence(f"{label}: in", lambda module, config: shape_of(module)[2]),
     )

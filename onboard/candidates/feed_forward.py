@@ -36,8 +36,8 @@ def propose_feed_forward(site: Site) -> list[Candidate]:
     }
     kinds = ("weight", "bias") if biased else ("weight",)
     last = {f"down.{kind}": Stored(f"{down[0]}.{kind}") for kind in kinds}
-    width = linears[down[0]].module.weight.shape[1]
-    if len(inputs) == 1 and linears[inputs[0]].module.weight.shape[0] == width and not arguments:
+    width = linears[down[0]].module.get_parameter("weight").shape[1]
+    if len(inputs) == 1 and linears[inputs[0]].module.get_parameter("weight").shape[0] == width and not arguments:
         plain = {f"up.{kind}": Stored(f"{inputs[0]}.{kind}") for kind in kinds} | last
         return [Candidate("FeedForward", {**base, "act": act}, plain) for act in activation_arguments(Inner(site, ""))]
     found = []

@@ -1,5 +1,6 @@
 """What a feed-forward layer applies between its projections: read from the operators and scalars of its trace."""
 
+import itertools
 from collections.abc import Iterator
 from typing import get_args
 
@@ -81,6 +82,6 @@ def _position(sequence: list[Step], names: set[str]) -> int:
 def _before(sequence: list[Step], name: str, factor: str) -> list[float]:
     """Scalars of the operator `factor` right before each operator `name`, distinct ones in order."""
     arithmetic = [step for step in sequence if step.name in {name, factor}]
-    pairs = zip(arithmetic, arithmetic[1:], strict=False)
+    pairs = itertools.pairwise(arithmetic)
     found = [a.numbers[-1] for a, b in pairs if a.name == factor and b.name == name and a.numbers]
     return list(dict.fromkeys(found))

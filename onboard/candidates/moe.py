@@ -8,6 +8,7 @@ import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -16,12 +17,15 @@ from dayzero.onboard.candidates.evidence import Candidate, Evidence, Site, liter
 from dayzero.onboard.candidates.expert_banks import Bank, banks
 from dayzero.onboard.candidates.experts import propose_experts, run_experts
 from dayzero.onboard.candidates.feed_forward import propose_feed_forward
+from dayzero.onboard.candidates.gates import gate_arguments
 from dayzero.onboard.candidates.nesting import Inner, below, site_below
 from dayzero.onboard.candidates.norm import propose_norm
 from dayzero.onboard.candidates.odd_routers import propose_odd_routers
 from dayzero.onboard.candidates.router import dense, propose_router
 from dayzero.onboard.discover import Call, same, tensors
 from dayzero.onboard.reference import state_of
+from dayzero.runtime.block_spec import BlockSpec
+from dayzero.runtime.nn.gated_activation import gated
 from dayzero.runtime.weights import Concat, Flatten, Source, Stored, Transpose
 
 TOLERANCE = 1e-9
@@ -31,7 +35,8 @@ MOST = 64  # candidates handed to the prover
 def propose_moe(site: Site) -> list[Candidate]:
     """Mixtures that agree, part by part, with what was captured inside the module."""
     found: list[Candidate] = []
-    for bank in banks(site)[:1]:
+    called = sorted(banks(site), key=lambda bank: bank.owner not in site.inner)
+    for bank in called[:1]:
         parts = _Parts(site, bank)
         for combined in itertools.islice(_combined(parts), MOST - len(found)):
             found.append(combined)
@@ -103,7 +108,11 @@ class _Parts:
         for path, call in reversed(self.site.inner.items()):
             if self._is_of_bank_or_router(path) or any(path.startswith(f"{other}.") for other in found):
                 continue
-            if call.has_stream and call.hidden.shape[-1] == self.stream.shape[1] and _flat_same(call.hidden, self.stream):
+            if (
+                call.has_stream
+                and call.hidden.shape[-1] == self.stream.shape[1]
+                and _flat_same(call.hidden, self.stream)
+            ):
                 inner = site_below(self.site, path)
                 fitting = (c for c in propose_feed_forward(inner) if _reproduces(c, inner))
                 if (best := next(fitting, None)) is not None:
@@ -136,11 +145,32 @@ class _Parts:
         taken = set(self.bank.parameters)
         for candidate in [*self.shared.values(), *self.norms.values()]:
             taken |= {name for source in candidate.parameters.values() for name in source.names({})}
-        return {name: tensor for name, tensor in state_of(self.site.module).items() if name not in taken}
+        return {
+            name: tensor
+            for name, tensor in state_of(self.site.module).items()
+            if name not in taken and name.partition(".")[0] not in self.idle
+        }
+
+    @cached_property
+    def idle(self) -> set[str]:
+        """Children that did not run and whose parameters do not reach the output: other experts for other tokens."""
+        quiet = {name for name, _ in self.site.module.named_children() if name not in self.site.inner}
+        parameters = {
+            n: p for n, p in self.site.module.named_parameters() if p.requires_grad and n.split(".")[0] in quiet
+        }
+        output = self.site.call.replay(self.site.call.hidden)
+        if not parameters or not output.requires_grad:
+            return quiet
+        grads = torch.autograd.grad(output.sum(), list(parameters.values()), allow_unused=True)
+        return quiet - {name.split(".")[0] for name, grad in zip(parameters, grads, strict=True) if grad is not None}
 
 
 def _equal(tensor: Tensor, index: Tensor) -> bool:
-    return tensor.dtype == index.dtype and tensor.numel() == index.numel() and torch.equal(tensor.reshape(index.shape), index)
+    return (
+        tensor.dtype == index.dtype
+        and tensor.numel() == index.numel()
+        and torch.equal(tensor.reshape(index.shape), index)
+    )
 
 
 def _flat_same(value: Tensor, stream: Tensor) -> bool:
@@ -164,7 +194,8 @@ def _reproduces(candidate: Candidate, site: Site) -> bool:
         return False
     with torch.no_grad():
         ours = block(site.call.hidden.reshape(-1, site.call.hidden.shape[-1]))
-    return _close(ours, site.call.result)
+    # Not the captured result: the module above may have added to it in place.
+    return _close(ours, site.usual)
 
 
 def _close(ours: Tensor, theirs: Tensor) -> bool:
@@ -177,7 +208,7 @@ def _close(ours: Tensor, theirs: Tensor) -> bool:
 def _combined(parts: _Parts) -> Iterator[Candidate]:
     """Routers x experts x surroundings, those that hold on the captured values."""
     width = parts.expert_input.shape[1] if parts.expert_input is not None else parts.stream.shape[1]
-    experts = [c for c in _experts(parts, width)]
+    experts = list(_experts(parts, width))
     if not experts:
         return
     routers = list(_routers(parts))
@@ -239,7 +270,8 @@ def _routers(parts: _Parts) -> Iterator[Candidate]:
 
 
 def _routes_alike(block: nn.Module, parts: _Parts) -> bool:
-    assert parts.index is not None and parts.weights is not None
+    assert parts.index is not None
+    assert parts.weights is not None
     with torch.no_grad():
         try:
             weights, index = block(parts.stream, parts.site.context)
@@ -308,12 +340,19 @@ def _surroundings(parts: _Parts, width: int) -> Iterator[_Around]:
             return
         arguments |= latent[0]
         parameters |= latent[1]
-    gates = [p for p, c in outside.items() if c.module.weight.shape[0] == 1 and _flat_same(c.hidden, parts.stream)]
+    gates = [
+        p
+        for p, c in outside.items()
+        if c.module.get_parameter("weight").shape[0] == 1 and _flat_same(c.hidden, parts.stream)
+    ]
     if len(gates) == 1:
         arguments["shared_gate"] = literal(True, f"{gates[0]} has one output")
         parameters["gate.weight"] = Stored(f"{gates[0]}.weight")
-    for shared in parts.shared.values():
-        arguments["shared"] = shared
+    shared = list(parts.shared.values()) or list(_inline_shared(parts, outside))
+    if len(shared) > 1:
+        return
+    if shared:
+        arguments["shared"] = shared[0]
     biases = [n for n, t in parts.free.items() if t.ndim == 1 and "." not in n and t.numel() == parts.stream.shape[1]]
     if len(biases) == 1:
         arguments["bias"] = literal(True, f"the parameter {biases[0]}")
@@ -324,6 +363,37 @@ def _surroundings(parts: _Parts, width: int) -> Iterator[_Around]:
     yield arguments, parameters
 
 
+def _inline_shared(parts: _Parts, linears: dict[str, Call]) -> Iterator[Candidate]:
+    """A gated layer whose three projections are the module's own: one whose input is made of what two others give."""
+    stream = parts.stream
+    readers = {p: c for p, c in linears.items() if _flat_same(c.hidden, stream)}
+    for down, last in linears.items():
+        width = last.module.get_parameter("weight").shape[1]
+        fitting = [p for p, c in readers.items() if p != down and c.module.get_parameter("weight").shape[0] == width]
+        for (gate, up), act in itertools.product(
+            itertools.permutations(fitting, 2), gate_arguments(Inner(parts.site, ""))
+        ):
+            form = act.resolve(parts.site.module, parts.site.config)
+            made = gated(
+                form.build() if isinstance(form, BlockSpec) else form, linears[gate].result, linears[up].result
+            )
+            if _close(made, last.hidden):
+                arguments: dict[str, Evidence | Candidate] = {
+                    "hidden": size(f"{gate}.weight", 1),
+                    "width": size(f"{gate}.weight", 0),
+                    "act": act,
+                    "bias": present(f"{gate}.bias"),
+                }
+                kinds = ("weight", "bias") if last.module.bias is not None else ("weight",)
+                names = {"gate": gate, "up": up, "down": down}
+                yield Candidate(
+                    "GatedFeedForward",
+                    arguments,
+                    {f"{ours}.{kind}": Stored(f"{theirs}.{kind}") for ours, theirs in names.items() for kind in kinds},
+                )
+                return
+
+
 def _within(path: str, owners: dict[str, Candidate]) -> bool:
     return any(f"{path}.".startswith(f"{owner}.") for owner in owners)
 
@@ -331,8 +401,8 @@ def _within(path: str, owners: dict[str, Candidate]) -> bool:
 def _latent(parts: _Parts, linears: dict[str, Call], width: int) -> _Around | None:
     """The projections to the experts' width and back."""
     hidden = parts.stream.shape[1]
-    into = [p for p, c in linears.items() if tuple(c.module.weight.shape) == (width, hidden)]
-    out_of = [p for p, c in linears.items() if tuple(c.module.weight.shape) == (hidden, width)]
+    into = [p for p, c in linears.items() if tuple(c.module.get_parameter("weight").shape) == (width, hidden)]
+    out_of = [p for p, c in linears.items() if tuple(c.module.get_parameter("weight").shape) == (hidden, width)]
     if len(into) != 1 or len(out_of) != 1:
         return None
     parameters: dict[str, Source] = {}
@@ -369,8 +439,10 @@ def _weighed_shared(parts: _Parts) -> Candidate | None:
     return None
 
 
-def _product(a: Evidence | Candidate, b: Evidence | Candidate) -> Evidence:
-    return Evidence(f"{a.label} * {b.label}", lambda module, config: a.resolve(module, config) * b.resolve(module, config))
+def _product(a: Any, b: Any) -> Evidence:
+    return Evidence(
+        f"{a.label} * {b.label}", lambda module, config: a.resolve(module, config) * b.resolve(module, config)
+    )
 
 
 def _readings(parts: _Parts, router: Candidate, container: Candidate) -> Iterator[dict[str, Evidence | Candidate]]:

@@ -1,4 +1,4 @@
-"""Candidates for routers that are not one matrix, one score and the best K: each is recognised by what its trace has."""
+"""Candidates for routers that are not one matrix, one score and the best K: each is known by what its trace has."""
 
 from collections.abc import Iterator
 
@@ -78,7 +78,9 @@ def _joint(inner: Inner, matrix: str, rows: int, vectors: dict[str, int], expert
                 "experts": _size_of(bias, 0),
                 "shared": Evidence(
                     f"shape of {matrix}[0] - shape of {bias}[0]",
-                    lambda module, config, bias=bias: state_of(module)[matrix].shape[0] - state_of(module)[bias].shape[0],
+                    lambda module, config, bias=bias: (
+                        state_of(module)[matrix].shape[0] - state_of(module)[bias].shape[0]
+                    ),
                 ),
                 "top_k": _top_k_of(inner, experts, program.top_k),
             }
@@ -177,9 +179,11 @@ def _product_keys(inner: Inner, matrix: str, rows: int, experts: int) -> Iterato
 def _carried(inner: Inner, matrices: list[str], vectors: dict[str, int]) -> Iterator[Candidate]:
     """Four projections one after the other, a norm among them, perhaps the state of an earlier router."""
     linears = [
-        (path, call) for path, call in inner.site.inner.items() if isinstance(call.module, nn.Linear) and call.has_stream
+        (path, call)
+        for path, call in inner.site.inner.items()
+        if isinstance(call.module, nn.Linear) and call.has_stream
     ]
-    shapes = [tuple(call.module.weight.shape) for _, call in linears]
+    shapes = [tuple(call.module.get_parameter("weight").shape) for _, call in linears]
     if len(linears) != 4 or not (shapes[0][0] == shapes[1][0] == shapes[1][1] == shapes[2][0] == shapes[3][1]):
         return
     width, classes = shapes[0][0], shapes[3][0]
@@ -208,6 +212,5 @@ def _carried(inner: Inner, matrices: list[str], vectors: dict[str, int]) -> Iter
                 "act": literal(act, "the trace's activation"),
                 "carried": literal(bool(carry), "the router's parameters"),
             }
-            extra: dict[str, Source] = {"norm.weight": Stored(norm)} | ({"carry": Stored(carry[0])} if carry else {})
+            extra: dict[str, Source] = {"norm.weight": Stored(norm), **({"carry": Stored(carry[0])} if carry else {})}
             yield Candidate("CarriedRouter", arguments, {**parameters, **extra})
-

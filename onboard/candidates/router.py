@@ -51,8 +51,8 @@ def read_program(operations: Operations, classes: int) -> Program | None:
 
 
 def propose_router(inner: Inner, matrix: str, vectors: dict[str, int], hidden: int) -> Iterator[Candidate]:
-    """Candidates for "Router". inner: what executes the routing. matrix: its weight [classes, hidden]. vectors: names of
-    vectors that may belong to it, and their lengths."""
+    """Candidates for "Router". inner: what executes the routing. matrix: its weight [classes, hidden]. vectors: names
+    of vectors that may belong to it, and their lengths."""
     site = inner.outer
     classes = state_of(site.module)[matrix].shape[0]
     program = read_program(inner.operations, classes)
@@ -131,7 +131,9 @@ def _inverse(evidence: Evidence) -> Evidence:
 
 def scored(steps: Sequence[Step], widths: set[int]) -> list[str]:
     """Scores that are taken of tensors so wide, in order."""
-    found = [_SCORES[step.name] for step in steps if step.name in _SCORES and step.shape[-1:] and step.shape[-1] in widths]
+    found = [
+        _SCORES[step.name] for step in steps if step.name in _SCORES and step.shape[-1:] and step.shape[-1] in widths
+    ]
     return list(dict.fromkeys(found))
 
 
