@@ -37,6 +37,7 @@ _SPELLINGS: dict[str, tuple[str, ...]] = {
     "rsub": ("add",),
     "div": ("div",),
     "reciprocal": ("div",),
+    "var": ("mean", "add", "pow"),  # with the constant 2
     "cumsum": ("add",),
     "maximum": ("max",),
     "amax": ("max",),
@@ -143,7 +144,7 @@ class _Recorder(TorchDispatchMode):
         scalars: list[Any] = []
         if plain in _SCALAR_ARGUMENTS:
             scalars = [arg for arg in args[1:] if _is_number(arg)]
-        if plain in {"square", "native_layer_norm"}:
+        if plain in {"square", "var", "native_layer_norm"}:
             scalars.append(2.0)
         if plain == "softplus" and len(args) < 3:
             scalars.append(_SOFTPLUS_THRESHOLD)

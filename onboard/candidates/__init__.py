@@ -15,6 +15,7 @@ from dayzero.onboard.candidates.evidence import Candidate, Evidence, Site, site_
 from dayzero.onboard.candidates.feed_forward import propose_feed_forward
 from dayzero.onboard.candidates.latent_attention import propose_latent_attention
 from dayzero.onboard.candidates.linear_attention import propose_lightning_attention
+from dayzero.onboard.candidates.matrix_memory import propose_mlstm
 from dayzero.onboard.candidates.moe import propose_moe
 from dayzero.onboard.candidates.norm import propose_norm
 from dayzero.onboard.candidates.recurrence import propose_channel_mix, propose_time_mix
@@ -41,6 +42,7 @@ PROPOSERS: dict[str, tuple[Callable[[Site], list[Candidate]], ...]] = {
         propose_recurrent_block,
         propose_time_mix,
         propose_channel_mix,
+        propose_mlstm,
     ),
     "ffn": (propose_feed_forward, propose_moe),
     "connection": (propose_connection,),

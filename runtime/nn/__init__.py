@@ -28,6 +28,7 @@ from .lifted import Inside, Lifted
 from .lightning_attention import LightningAttention
 from .mamba import Mamba
 from .mamba2 import Mamba2
+from .mlstm import MLSTM
 from .moe import MixtureOfExperts
 from .norm import GatedRMSNorm, RMSNorm, ScaledFirstRMSNorm, SelfGatedRMSNorm
 from .pooled_indexer import MeanPooledIndexer, PooledIndexer
@@ -45,6 +46,7 @@ from .top_one_router import TopOneRouter
 BLOCKS = {
     block.__name__: block
     for block in (
+        MLSTM,
         TimeMix,
         ChannelMix,
         RecurrentBlock,
@@ -100,6 +102,7 @@ BLOCKS = {
 
 __all__ = [
     "BLOCKS",
+    "MLSTM",
     "BlockIndexer",
     "CarriedRouter",
     "CausalLM",
