@@ -201,8 +201,9 @@ def _with_details(
     arguments = _shapes(site, parts, sizes, fused)
     parameters = _projections(parts, sizes, fused, heads)
     biased = {name: path for name, path in (("query_down", _down(parts.query)), ("kv_down", _down(parts.kv))) if path}
+    if biased:
+        arguments["latent_bias"] = present(f"{biased.get('kv_down', biased.get('query_down'))}.bias")
     biased = {name: path for name, path in biased.items() if _has_bias(site, path)}
-    arguments["latent_bias"] = present(f"{next(iter(biased.values()))}.bias") if biased else literal(False, "no bias")
     arguments["output_bias"] = present(f"{parts.output}.bias")
     for name, path in {**biased, **({"output": parts.output} if _has_bias(site, parts.output) else {})}.items():
         parameters[f"{name}.bias"] = Stored(f"{path}.bias")
@@ -422,7 +423,9 @@ def _position_scales(
     nested = nested_fields(site.config)
     constants = [value for value in site.operations.constants if value > 1e-9]
     steps = [e for value, e in nested if value in constants and isinstance(value, int) and value > 1]
-    betas = [e for value, e in nested if (value in constants or value == 1) and isinstance(value, float)]
+    floats = [(value, e) for value, e in nested if isinstance(value, float)]
+    # A factor of 1 leaves no constant.
+    betas = [e for value, e in floats if value in constants] or [e for value, e in floats if value == 1]
     found = [({"position_scale": beta, "position_step": step}, {}) for step, beta in itertools.product(steps, betas)]
     return [*found, *plain]
 

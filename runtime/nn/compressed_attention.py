@@ -127,7 +127,7 @@ class CompressedAttention(nn.Module):
         assert self.compressor is not None
         queries = unpack(query, context.lengths)
         ready = [complete(q.shape[1], self.compressor.rate, q.device).expand(q.shape[0], 1, -1, -1) for q in queries]
-        if self.indexer is None:
+        if self.indexer is None or not ready:
             return ready
         learns = self.index_loss_over is not None and torch.is_grad_enabled()
         with torch.set_grad_enabled(learns):

@@ -28,6 +28,8 @@ class IndexedAttention(nn.Module):
 
     def forward(self, x: Tensor, context: Context) -> Tensor:
         attention = self.attention
+        if not x.shape[0]:
+            return attention(x, context)
         query, key, value = attention.projections(x, context)
         query, key = attention.positioned(query, key, context)
         learns = self.index_loss_over is not None and torch.is_grad_enabled()

@@ -199,7 +199,7 @@ class LatentAttention(nn.Module):
             if SELECTED not in context.shared:
                 raise ValueError("this attention takes an earlier layer's selection, but none was made")
             return context.shared[SELECTED], 1
-        if self.indexer is None:
+        if self.indexer is None or not x.shape[0]:
             return None, 1
         learns = self.index_loss_over is not None and torch.is_grad_enabled()
         with torch.set_grad_enabled(learns):

@@ -46,7 +46,8 @@ def attend_selected(
     """Causal attention inside each document, to the selected units only (all of them without an index).
 
     query: [T, N, D]; key: [T, G, D]; value: [T, G, E]. window: the last `window` tokens only. sinks: [N], the logit of
-    a key that every token attends to and that has no value. Returns [T, N, E].
+    a key that every token attends to and that has no value. A token that nothing is chosen for attends to itself.
+    Returns [T, N, E].
     """
     if not query.shape[0]:
         return query.new_zeros(*query.shape[:2], value.shape[-1])
@@ -62,6 +63,7 @@ def attend_selected(
         visible = causal(length, window, q.device)
         if chosen is not None:
             visible = visible & per_head(selected_tokens(chosen[number], length, unit), q.shape[1])
+            visible = visible | (~visible.any(-1, keepdim=True) & torch.eye(length, dtype=torch.bool, device=q.device))
         parts.append(softmax_attention(q, k, v, visible, scale, sinks).transpose(1, 2))
     return pack(parts)
 
