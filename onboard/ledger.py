@@ -33,7 +33,8 @@ class TensorGroup(Record):
     know. first: one of the names.
 
     Of a quantised weight, the group of its codes says the `format`, the `logical_shape` of the weight, and the `parts`
-    it is stored as (role -> pattern); the groups of its scales say `part_of`, the pattern of the codes.
+    it is stored as (role -> pattern); the groups of its scales say `part_of`, the pattern of the codes. Tensors that
+    repeat others, as a head that is stored although it is tied, say `copy_of`, the pattern of those.
     """
 
     pattern: str
@@ -55,6 +56,7 @@ class TensorGroup(Record):
     logical_shape: list[int] | None = None
     parts: dict[str, str] = Field(default_factory=dict)
     part_of: str | None = None
+    copy_of: str | None = None
 
     @property
     def elements(self) -> int:
@@ -128,7 +130,7 @@ class Ledger(Record):
 
     def mapped_parameters(self) -> int:
         """Parameters of the model that the mapped tensors make."""
-        return sum(group.elements for group in self.groups if group.fate == "mapped")
+        return sum(group.elements for group in self.groups if group.fate == "mapped" and group.copy_of is None)
 
     def formats(self) -> dict[str, int]:
         """Quantised format -> weights stored in it."""

@@ -1,14 +1,80 @@
-"""Rules over the tensors of the real checkpoint, which may differ from the reference's files in two ways: names begin
-with another prefix, and weights are quantised. Both are decided from the names that are there."""
+"""Rules over the tensors of the real checkpoint, which may differ from the reference's files in three ways: names begin
+with another prefix, weights are quantised, and a tensor that the reference shares between two places is stored for
+both. All are decided from the names that are there."""
 
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 
+import torch
+from torch import Tensor, nn
+
 from dayzero.onboard.expressions import NoRule, stored_names
+from dayzero.onboard.reference import on_disk
 from dayzero.onboard.rules import progressions
 from dayzero.runtime.quantisation import QuantizedTensor
 from dayzero.runtime.spec import RuleSpec, SourceSpec
-from dayzero.runtime.weights import Cast, Decoded, Rule, Source, Stored
+from dayzero.runtime.weights import Cast, Decoded, Rule, Source, Stored, Tie
+
+
+def with_shared(reference: nn.Module, stored: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """`stored`, which is what transformers writes of the reference, and what it leaves out: a tensor that has a second
+    place in the model, under the name that it would have there (the head of a model that ties it to its embedding).
+
+    Rules over these say `Tie`; `with_stored_copies` takes out what a checkpoint does not repeat.
+    """
+    state = {name: tensor for name, tensor in reference.state_dict().items() if tensor.numel()}
+    if len({tensor.data_ptr() for tensor in state.values()}) == len(state):
+        return dict(stored)
+    every = on_disk(reference, {name: tensor.clone() for name, tensor in state.items()})
+    repeated = {
+        name: tensor
+        for name, tensor in every.items()
+        if name not in stored and any(_same(tensor, other) for other in stored.values())
+    }
+    return {**stored, **repeated}
+
+
+def _same(one: Tensor, other: Tensor) -> bool:
+    return one.shape == other.shape and one.dtype == other.dtype and torch.equal(one, other)
+
+
+def with_stored_copies(rules: Sequence[RuleSpec], names: Collection[str]) -> list[RuleSpec]:
+    """The rules with only those copies of a shared tensor that are there, for the layers where they are.
+
+    names: of the checkpoint's tensors. Where none of them is, the first stays: settling the ledger says what is lost.
+    """
+    return [made for rule in rules for made in _with_stored_copies(rule, names)]
+
+
+def _with_stored_copies(rule: RuleSpec, names: Collection[str]) -> Iterator[RuleSpec]:
+    built = rule.build()
+    if not list(_ties(built.source)):
+        yield rule
+        return
+    by_absent: dict[frozenset[str], list[int]] = defaultdict(list)
+    for _, index in built.each():
+        absent = frozenset(template for template, name, _ in _instances(built, index) if name not in names)
+        by_absent[absent].append(index.get("layer", 0))
+    for absent, layers in by_absent.items():
+        source = SourceSpec.of(_without(built.source, absent))
+        for bounds in progressions(layers) if rule.ranges else [None]:
+            ranges = {"layer": bounds} if bounds is not None else {}
+            yield RuleSpec(parameter=rule.parameter, source=source, ranges=ranges)
+
+
+def _ties(source: Source) -> Iterator[Tie]:
+    if isinstance(source, Tie):
+        yield source
+    for child in source.children:
+        yield from _ties(child)
+
+
+def _without(source: Source, absent: Collection[str]) -> Source:
+    """The expression without the copies whose names are absent."""
+    if not isinstance(source, Tie):
+        return source.with_children(tuple(_without(child, absent) for child in source.children))
+    there = [part for part in source.parts if not set(stored_names(part)) & set(absent)] or [source.parts[0]]
+    return Tie(tuple(there)) if there[1:] else there[0]
 
 
 def with_prefix(rules: Sequence[RuleSpec], names: Collection[str]) -> list[RuleSpec]:
@@ -18,25 +84,43 @@ def with_prefix(rules: Sequence[RuleSpec], names: Collection[str]) -> list[RuleS
     One change of prefix must do for every name that is not there as it is. Raises NoRule where none does, naming a
     tensor, or where several do.
     """
-    wanted = {name for rule in rules for _, name in _instances(rule.build())}
-    missing = sorted(wanted - set(names))
+    alone: set[str] = set()
+    shared: dict[tuple, set[str]] = defaultdict(set)  # of these names one is enough
+    for number, rule in enumerate(rules):
+        built = rule.build()
+        for parameter, index in built.each():
+            for _, name, place in _instances(built, index):
+                (shared[number, parameter, *place] if place else alone).add(name)
+    there = set(names)
+    missing = sorted(
+        [[name] for name in alone - there] + [sorted(alike) for alike in shared.values() if not alike & there]
+    )
     if not missing:
         return list(rules)
+
+    def fit(name: str, old: str, new: str) -> bool:
+        return name.startswith(old) and new + name[len(old) :] in there
+
     fits = {
         (old, new)
-        for old, new in _prefixes(missing[0], names)
-        if all(name.startswith(old) and new + name[len(old) :] in names for name in missing)
+        for first in missing[0]
+        for old, new in _prefixes(first, names)
+        if all(any(fit(name, old, new) for name in alike) for alike in missing)
     }
     if len(fits) != 1:
         also = f", nor {len(missing) - 1} others" if missing[1:] else ""
         why = f"under any prefix{also}" if not fits else f"under one prefix, but under {len(fits)}"
-        raise NoRule(f"{missing[0]} is not in the checkpoint {why}")
+        raise NoRule(f"{missing[0][0]} is not in the checkpoint {why}")
     ((old, new),) = fits
-    there = set(names)
 
     def change(rule: RuleSpec) -> RuleSpec:
         built = rule.build()
-        absent = {template for template, name in _instances(built) if name not in there}
+        absent = {
+            template
+            for _, index in built.each()
+            for template, name, _ in _instances(built, index)
+            if name not in there and name.startswith(old)
+        }
         source = built.source.renamed(lambda name: new + name[len(old) :] if name in absent else name)
         return rule.model_copy(update={"source": SourceSpec.of(source)})
 
@@ -55,16 +139,13 @@ def _prefixes(name: str, names: Iterable[str]) -> Iterator[tuple[str, str]]:
             return
 
 
-def _instances(rule: Rule) -> Iterator[tuple[str, str]]:
-    """(name with placeholders, name) of every tensor that the rule reads, for all its values."""
-    templates = stored_names(rule.source)
-    for _, index in rule.each():
-        found: dict[str, None] = {}
-        for leaf, inner, _ in rule.source.leaves(index):
-            for name, template in zip(leaf.names(inner), stored_names(leaf), strict=True):
-                found[template] = None
-                yield template, name
-        assert found.keys() == set(templates)
+def _instances(rule: Rule, index: Mapping[str, int]) -> Iterator[tuple[str, str, tuple]]:
+    """(name with placeholders, name, place) of every tensor that the rule reads for these values. place: the same for
+    the copies of a shared tensor, () for one that has none."""
+    shared = {template: n for n, tie in enumerate(_ties(rule.source)) for template in stored_names(tie)}
+    for leaf, inner, _ in rule.source.leaves(index):
+        for name, template in zip(leaf.names(inner), stored_names(leaf), strict=True):
+            yield template, name, (shared[template], *inner.items()) if template in shared else ()
 
 
 def quantised_rules(

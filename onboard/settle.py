@@ -1,13 +1,15 @@
 """The fates that proven rules give the tensors of a checkpoint, and where its config and its tensors disagree."""
 
+import math
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from dayzero.onboard.checkpoint import Checkpoint
 from dayzero.onboard.config_fields import SIZES, field_of, size_of
 from dayzero.onboard.folded import fold_checkpoint
 from dayzero.onboard.ledger import CARRIED, Fate, Ledger
+from dayzero.onboard.tensor_names import pattern_of
 from dayzero.runtime.errors import InputError
 
 if TYPE_CHECKING:  # the blocks need torch, which takes longer to import than a trillion parameters take to read
@@ -18,26 +20,25 @@ def settle(ledger: Ledger, checkpoint: Checkpoint, spec: "ModelSpec", shapes: Ma
     """The ledger with the fate that the proven rules give every tensor.
 
     shapes: of the real model's parameters. Raises InputError where a rule needs a tensor that the checkpoint does not
-    have, or one of another shape: the config and the files disagree.
+    have, or one of another shape, or where tensors that the reference keeps one of are two: the config and the files
+    disagree.
     """
     from dayzero.runtime.weights import bind, check_coverage
 
     bound = bind([rule.build() for rule in spec.rules])
     stored = {name: header.shape for name, header in checkpoint.headers.items()}
     target: dict[str, str] = {}
+    copy_of: dict[str, str] = {}
     for parameter, rule in bound.items():
-        names = rule.names()
-        for name in names:
+        for name in rule.names():
             if name not in stored:
-                raise InputError(
-                    name,
-                    found="not in the checkpoint",
-                    expected=f"a tensor, from {_sizes(checkpoint.config)} in config.json",
-                    hint=f"{sum(n in stored for n in names)} of the {len(names)} tensors of {parameter} are there. "
-                    "Is a shard missing from the index, or is config.json of another revision?",
-                )
+                raise _missing(name, parameter, bound, stored, shapes, checkpoint)
             target[name] = parameter
         _check_shape(parameter, rule, stored, shapes, checkpoint)
+        copies = dict(_copies(rule, stored))
+        if copies:
+            _check_copies(rule, copies, stored, checkpoint)
+            copy_of |= copies
     try:
         check_coverage(bound, stored)
     except ValueError as error:
@@ -53,7 +54,12 @@ def settle(ledger: Ledger, checkpoint: Checkpoint, spec: "ModelSpec", shapes: Ma
         if any(other[0] != fate for other in fates.values()):
             fate, parameter, reason = "open", None, "some of these tensors are used and some are not"
         template = re.sub(r"^layers\.\d+\.", "layers.{layer}.", parameter) if parameter else None
-        groups.append(group.model_copy(update={"fate": fate, "parameter": template, "reason": reason}))
+        repeated = {pattern_of(copy_of[name])[0] if name in copy_of else None for name in folded.names}
+        update = {"fate": fate, "parameter": template, "reason": reason, "copy_of": repeated.pop()}
+        if repeated:
+            update |= {"fate": "open", "reason": "some of these tensors repeat others and some do not", "copy_of": None}
+            open_names += folded.names
+        groups.append(group.model_copy(update=update))
     return ledger.model_copy(update={"groups": groups, "unaccounted": sorted(open_names)})
 
 
@@ -65,6 +71,98 @@ def _fate(name: str, part: str, target: Mapping[str, str]) -> tuple[Fate, str | 
     if part in CARRIED:
         return "carried", None, CARRIED[part]
     return "open", None, "no parameter of the proven model is made of it"
+
+
+def _missing(
+    name: str,
+    parameter: str,
+    bound: Mapping[str, Any],
+    stored: Mapping[str, tuple[int, ...]],
+    shapes: Mapping[str, tuple[int, ...]],
+    checkpoint: Checkpoint,
+) -> InputError:
+    """For a tensor that a rule needs and that is not there. A parameter of which nothing is there and that is as large
+    as just one other may be meant to share it."""
+    names = bound[parameter].names()
+    there = sum(other in stored for other in names)
+    alike = [p for p, shape in shapes.items() if shape == shapes[parameter] and p != parameter and p in bound]
+    twin = bound[alike[0]].names() if len(alike) == 1 else []
+    if not there and twin and all(other in stored for other in twin):
+        field, said = _tying(checkpoint.config)
+        return InputError(
+            name,
+            found="not in the checkpoint",
+            expected=f"a tensor {list(shapes[parameter])} for {parameter}: the reference ties it to nothing ({said})",
+            hint=f"The reference would begin with random values. If it is to repeat {twin[0]}, set {field} to true in "
+            "config.json; if not, a shard is missing.",
+        )
+    return InputError(
+        name,
+        found="not in the checkpoint",
+        expected=f"a tensor, from {_sizes(checkpoint.config)} in config.json",
+        hint=f"{there} of the {len(names)} tensors of {parameter} are there. "
+        "Is a shard missing from the index, or is config.json of another revision?",
+    )
+
+
+def _tying(config: Mapping[str, Any]) -> tuple[str, str]:
+    """(the config's field that says whether matrices are shared, what it says)."""
+    parts = [("", config), *((f"{name}.", part) for name, part in config.items() if isinstance(part, Mapping))]
+    for prefix, part in parts:
+        for name, value in part.items():
+            if name.startswith("tie_") and isinstance(value, bool):
+                return prefix + name, f"{prefix}{name}={value} in config.json"
+    return "tie_word_embeddings", "config.json has no tie_word_embeddings; the architecture's own default holds"
+
+
+def _copies(rule: Any, stored: Mapping[str, tuple[int, ...]]) -> Iterator[tuple[str, str]]:
+    """(tensor that repeats another, that other one), for a rule that says so."""
+    import torch
+
+    if not _shares(rule.source):
+        return
+    first = ""
+    for piece in rule.pieces(torch.empty(rule.shape(stored), device="meta"), stored):
+        name = next(piece.leaf.names(piece.index))
+        if piece.role == "copy":
+            yield name, first
+        else:
+            first = name
+
+
+def _shares(source: Any) -> bool:
+    from dayzero.runtime.weights import Tie
+
+    return isinstance(source, Tie) or any(_shares(child) for child in source.children)
+
+
+def _check_copies(
+    rule: Any, copies: Mapping[str, str], stored: Mapping[str, tuple[int, ...]], checkpoint: Checkpoint
+) -> None:
+    """Reads them, some rows at a time. Raises InputError where they differ."""
+    from dayzero.runtime.safetensors_reader import SafetensorsReader
+
+    reader = SafetensorsReader(checkpoint.path, {name: header.file for name, header in checkpoint.headers.items()})
+    everything = tuple(slice(0, size) for size in rule.shape(stored))
+    rows = everything[0].stop if everything else 1
+    step = max(1, _READ * rows // max(1, math.prod(part.stop for part in everything)))
+    for start in range(0, rows, step):
+        region = (slice(start, min(start + step, rows)), *everything[1:]) if everything else ()
+        try:
+            rule.read(reader, stored, region)
+        except ValueError as error:
+            copy, other = next(iter(copies.items()))
+            field, said = _tying(checkpoint.config)
+            raise InputError(
+                f"{other} and {copy}",
+                found=f"two tensors of different values: {error}",
+                expected=f"the same values: the reference keeps one tensor for both ({said})",
+                hint=f"Either would be lost. If both are meant, set {field} to false in config.json; if only the first "
+                "is, remove the second from the checkpoint.",
+            ) from None
+
+
+_READ = 1 << 24  # values at a time
 
 
 def _sizes(config: Mapping[str, Any]) -> str:

@@ -24,7 +24,7 @@ from dayzero.onboard.composition import (
 )
 from dayzero.onboard.config_fields import IRRELEVANT, RENAMED
 from dayzero.onboard.interventions import Intervention, intervene
-from dayzero.onboard.on_disk import quantised_rules, with_prefix
+from dayzero.onboard.on_disk import quantised_rules, with_prefix, with_shared, with_stored_copies
 from dayzero.onboard.prove import TOLERANCE, Attempt, relative_error
 from dayzero.onboard.real_sizes import sizes_between
 from dayzero.onboard.reference import UnknownArchitecture, build, on_disk, redraw, run
@@ -93,13 +93,13 @@ def specify(
     load_reference(shrunk_model, reference, proven)
     _prove_composition(shrunk_model, reference, ids)
     try:
-        found = find_rules(dict(shrunk_model.named_parameters()), on_disk(reference))
+        stored = on_disk(reference)
+        found = find_rules(dict(shrunk_model.named_parameters()), with_shared(reference, stored))
         templates = layer_templates(found)
     except NoRule as error:
         raise NotProven([Unproven("weights", str(error))]) from None
-    shrunk = shrunk.model_copy(
-        update={"rules": [RuleSpec(parameter=parameter, source=SourceSpec.of(s)) for parameter, s in found.items()]}
-    )
+    rules = [RuleSpec(parameter=parameter, source=SourceSpec.of(source)) for parameter, source in found.items()]
+    shrunk = shrunk.model_copy(update={"rules": with_stored_copies(rules, stored.keys())})
     try:
         spec = specification_of(full, text_config(full), proven, follows, identity, name)
         with torch.device("meta"):
@@ -109,7 +109,8 @@ def specify(
         raise InputError("config.json", found=found, expected="sizes that the proven blocks can have") from None
     try:
         rules = full_rules(templates, follows, shapes, sizes_between(small, cut.full))
-        spec = spec.model_copy(update={"rules": rules if headers is None else _on_disk(rules, headers)})
+        rules = with_stored_copies(rules, ()) if headers is None else _on_disk(rules, headers)
+        spec = spec.model_copy(update={"rules": rules})
     except NoRule as error:
         raise NotProven([Unproven("weights", str(error))]) from None
     return Specification(
@@ -153,9 +154,10 @@ def _on_disk(rules: list[RuleSpec], headers: Mapping[str, Header]) -> list[RuleS
     """The rules over the checkpoint's own tensors. Where its names cannot be found, unchanged: settling the ledger says
     which tensor is missing, and from where."""
     groups = quantised_groups(headers)
+    names = headers.keys() | groups.keys()
     with suppress(NoRule):
-        rules = with_prefix(rules, headers.keys() | groups.keys())
-    return quantised_rules(rules, groups)
+        rules = with_prefix(rules, names)
+    return quantised_rules(with_stored_copies(rules, names), groups)
 
 
 def _tried(path: str, attempts: list[Attempt]) -> Tried:
