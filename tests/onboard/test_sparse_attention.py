@@ -1,6 +1,7 @@
 """Latent and sparse attention of references are proven, with what each layer takes from an earlier one."""
 
 import functools
+from dataclasses import replace
 
 import pytest
 import torch
@@ -8,7 +9,8 @@ from zoo import families
 
 from dayzero.onboard import reference
 from dayzero.onboard.calls import record_calls
-from dayzero.onboard.candidates import site_of
+from dayzero.onboard.candidates import Candidate, site_of
+from dayzero.onboard.candidates.evidence import literal
 from dayzero.onboard.left import left_by_earlier
 from dayzero.onboard.prove import attempt, prove
 from dayzero.runtime.nn.selected_attention import SELECTED
@@ -39,7 +41,7 @@ PROVEN = [
 def calls_of(family):
     model, _ = reference.build(families.config(family))
     reference.redraw(model, torch.Generator().manual_seed(0))
-    text = model.config.get_text_config()
+    text = model.config.get_text_config()  # type: ignore[operator]
     ids = torch.randint(3, 190, (2, families.SEQUENCE), generator=torch.Generator().manual_seed(0))
     return record_calls(model, ids)[0], text
 
@@ -87,12 +89,10 @@ def test_an_indexer_that_chooses_otherwise_is_not(family, argument, value):
     here = site(family, path.get(family, "layers.0.self_attn"))
     best = prove("mixer", here, torch.Generator().manual_seed(0)).survivors[0].candidate
     indexer = best.arguments["indexer"]
-    held = indexer.arguments[argument]
-    indexer.arguments[argument] = type(held)("changed", lambda module, config: value)
-    try:
-        changed = attempt(best, here, torch.Generator().manual_seed(0), thorough=True)
-    finally:
-        indexer.arguments[argument] = held
+    assert isinstance(indexer, Candidate)
+    other = replace(indexer, arguments={**indexer.arguments, argument: literal(value, "changed")})
+    mutant = replace(best, arguments={**best.arguments, "indexer": other})
+    changed = attempt(mutant, here, torch.Generator().manual_seed(0), thorough=True)
     assert not changed.proven
     assert changed.error > 1e-4
 

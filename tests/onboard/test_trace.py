@@ -92,3 +92,21 @@ def test_two_spellings_of_one_function_are_the_same(one, other):
 )
 def test_half_of_a_spelling_is_a_difference(one, other, lines):
     assert trace(one).difference(trace(other)) == lines
+
+
+def test_asking_what_a_mask_hides_is_no_arithmetic():
+    x = torch.randn(3, 4)
+    asked = trace(lambda: (x == 0, x == float("-inf"), x != 0))
+    assert asked.steps == set()
+    assert trace(lambda: x == 0.5).steps == {"eq"}
+    assert trace(lambda: x > 0).steps == {"gt"}
+
+
+def test_a_softmax_may_subtract_its_maximum_beforehand():
+    x = torch.randn(3, 4)
+    plain = trace(lambda: x.softmax(-1))
+    before = trace(lambda: (x - x.max(-1, keepdim=True).values).softmax(-1))
+    assert "max" in before.steps
+    assert before.difference(plain) == []
+    assert plain.difference(before) == []
+    assert trace(lambda: x.max(-1).values).difference(plain) == ["step max"]
