@@ -36,8 +36,10 @@ def propose_mlstm(site: Site) -> list[Candidate]:
         rows = {"query": keys, "key": keys, "value": width, "gate": width, "input_gate": heads, "forget_gate": heads}
         splits = [split for split in shares(inputs, rows, _SIDE_BY_SIDE) if equal_values(split["gate"].values(), gate)]
         norm_eps = _norm_eps(call)
-        details = list(itertools.product(_eps(site, path), _caps(site))) if splits and norm_eps else []
-        for split, (eps, cap) in itertools.product(splits, details):
+        if norm_eps is None or not splits:
+            continue
+        details = itertools.product(_eps(site, path), _caps(site))
+        for (eps, cap), split in itertools.product(details, splits):
             found += _candidate(site, output[0], path, call, split, {"eps": eps, "soft_cap": cap, "norm_eps": norm_eps})
     return found
 

@@ -1,4 +1,4 @@
-"""The matrix LSTM of xLSTM (Beck et al. 2024, arXiv:2405.04517), chunk by chunk (Beck et al. 2025, arXiv:2503.14376)."""
+"""The matrix LSTM of xLSTM (Beck et al. 2024, arXiv:2405.04517), chunk by chunk (the same 2025, arXiv:2503.14376)."""
 
 from typing import ClassVar
 
