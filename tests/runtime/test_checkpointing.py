@@ -1,3 +1,4 @@
+import hashlib
 import shutil
 
 import handmade
@@ -47,6 +48,25 @@ def test_restores_bit_for_bit_on_other_meshes(world, layout, package, saved):
         assert step == 8
         assert notes == []
         assert same(state, saved[1])
+
+
+def by_expert(state):
+    """(parameter or moment, number of the expert in the whole layer) -> hash of its values."""
+    return {
+        (name, expert): hashlib.sha256(part.numpy().tobytes()).hexdigest()
+        for name, value in state.items()
+        if ".experts." in name and value.ndim == 3
+        for expert, part in enumerate(value)
+    }
+
+
+@pytest.mark.parametrize(("world", "layout"), [(4, (1, 4, 1)), (4, (4, 1, 2)), (2, (1, 2, 2)), (1, (1, 1, 1))])
+def test_every_expert_comes_back_under_its_number(world, layout, package, saved):
+    want = by_expert(saved[1])
+    assert len(want) == 2 * 2 * 3 * 8  # layers, matrices, a value and two moments, experts
+    assert len(set(want.values())) == len(want)  # no two alike: one in another's place would show
+    for _, state, _ in harness.run(ranks_train.restore, world, package, layout, saved[0]):
+        assert by_expert(state) == want
 
 
 def test_reads_whole_tensors_in_one_process(saved):
