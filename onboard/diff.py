@@ -1,12 +1,13 @@
 """Two checkpoints side by side: what changed between two releases of a model."""
 
 import hashlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Set
 from pathlib import Path
 from typing import Any
 
 from dayzero.onboard.checkpoint import TOKENIZER_FILES, Checkpoint
 from dayzero.onboard.ledger import Ledger
+from dayzero.onboard.renames import find_renames
 from dayzero.onboard.tensor_names import Group, fold, ranges
 from dayzero.runtime.headers import TensorHeader, collector_paused
 from dayzero.runtime.record import Record
@@ -25,18 +26,31 @@ class Change(Record):
     after: str
 
 
+class Renamed(Record):
+    """Tensors whose names changed alike and that are otherwise the same. before, after: `model.`,
+    `language_model.model.` where prefix, else components of the names. patterns: of the first checkpoint's names."""
+
+    before: str
+    after: str
+    prefix: bool
+    count: int
+    patterns: list[str]
+
+
 class Diff(Record):
     """What a second checkpoint has that a first has not, and the other way round.
 
-    totals: name -> (before, after), of what differs. changed: other shape or dtype. moved: tensors that are the same
-    but in another file. config: field -> (before, after), None for absent. files: tokenizer, generation config and
-    remote code -> `added`, `removed` or `changed`.
+    totals: name -> (before, after), of what differs. changed: other shape or dtype. renamed: under another name; what
+    has changed besides is in `changed`, under the second checkpoint's name. moved: tensors that are the same but in
+    another file. config: field -> (before, after), None for absent. files: tokenizer, generation config and remote
+    code -> `added`, `removed` or `changed`.
     """
 
     totals: dict[str, tuple[Any, Any]]
     added: list[Change]
     removed: list[Change]
     changed: list[Change]
+    renamed: list[Renamed]
     moved: int
     config: dict[str, tuple[Any, Any]]
     files: dict[str, str]
@@ -44,7 +58,7 @@ class Diff(Record):
     @property
     def same(self) -> bool:
         """Nothing differs that a model could notice."""
-        return not (self.added or self.removed or self.changed or self.config or self.files)
+        return not (self.added or self.removed or self.changed or self.renamed or self.config or self.files)
 
 
 def diff_checkpoints(one: Checkpoint, two: Checkpoint, ledgers: tuple[Ledger, Ledger]) -> Diff:
@@ -53,22 +67,45 @@ def diff_checkpoints(one: Checkpoint, two: Checkpoint, ledgers: tuple[Ledger, Le
     with collector_paused():
         both = before.keys() & after.keys()
         different = [name for name in both if before[name][:2] != after[name][:2]]
-        added = _changes(after, after.keys() - both, "", None)
-        removed = _changes(before, before.keys() - both, None, "")
         moved = sum(before[name][2] != after[name][2] for name in both)
-    pairs: dict[str, list[str]] = {}
+        renamed, origin = _renamed(before, after, before.keys() - both, after.keys() - both)
+        added = _changes(after, after.keys() - both - origin.keys(), "", None)
+        removed = _changes(before, before.keys() - both - set(origin.values()), None, "")
+    different += [name for name, old in origin.items() if before[old][:2] != after[name][:2]]
+    pairs: dict[str, dict[str, TensorHeader]] = {}
     for name in different:
-        pairs.setdefault(_what(after[name]), []).append(name)
-    changed = [change for what, names in pairs.items() for change in _changes(before, names, None, what)]
+        pairs.setdefault(_what(after[name]), {})[name] = before[origin.get(name, name)]
+    changed = [change for what, headers in pairs.items() for change in _changes(headers, headers, None, what)]
     return Diff(
         totals=_totals(*ledgers),
         added=added,
         removed=removed,
         changed=sorted(changed, key=lambda change: (change.pattern, change.layers)),
+        renamed=renamed,
         moved=moved,
         config=_config(one.config, two.config),
         files=_files(one, two),
     )
+
+
+def _renamed(
+    before: Mapping[str, TensorHeader], after: Mapping[str, TensorHeader], removed: Set[str], added: Set[str]
+) -> tuple[list[Renamed], dict[str, str]]:
+    """The renames, and new name -> old name of all tensors that they are about."""
+    if not removed or not added:
+        return [], {}
+    groups = [
+        fold({name: headers[name] for name in sorted(names)}) for headers, names in ((before, removed), (after, added))
+    ]
+    found, origin = [], {}
+    for rename, pairs in find_renames(*groups):
+        same = [old for old, new in pairs.items() if before[old][:2] == after[new][:2]]
+        patterns = {group.pattern for group in fold({name: before[name] for name in same})}
+        if same:
+            made = Renamed(**rename._asdict(), count=len(same), patterns=sorted(patterns))
+            found.append(made)
+        origin |= {new: old for old, new in pairs.items()}
+    return found, origin
 
 
 def _what(header: TensorHeader | Group) -> str:

@@ -7,7 +7,7 @@ from rich.table import Table
 from rich.text import Text
 
 from dayzero.onboard.checkpoint import Checkpoint
-from dayzero.onboard.diff import Change, Diff
+from dayzero.onboard.diff import Change, Diff, Renamed
 from dayzero.onboard.ledger import Ledger, TensorGroup
 from dayzero.onboard.readable import plain, readable_bytes, readable_count, share
 from dayzero.onboard.tensor_names import counted, stepped
@@ -181,6 +181,8 @@ def print_diff(console: Console, diff: Diff) -> None:
         _line(console, "the same tensors, config and files")
     for name, (before, after) in diff.totals.items():
         _line(console, f"{name}: {_amount(name, before)} -> {_amount(name, after)}")
+    for renamed in diff.renamed:
+        _print_renamed(console, renamed)
     for title, sign, changes in (("added", "+", diff.added), ("removed", "-", diff.removed), ("", "~", diff.changed)):
         for change in changes:
             _print_change(console, sign, title, change)
@@ -190,6 +192,13 @@ def print_diff(console: Console, diff: Diff) -> None:
         _line(console, f"config {field}: {shown(before)} -> {shown(after)}")
     for file, what in diff.files.items():
         _line(console, f"{file}: {what}")
+
+
+def _print_renamed(console: Console, renamed: Renamed) -> None:
+    one, two = (plain(name) or "(no prefix)" for name in (renamed.before, renamed.after))
+    what = f"{renamed.count:,} tensors of {len(renamed.patterns)} patterns"
+    console.print(Text.assemble(("> ", "cyan"), f"renamed {one} -> {two}"))
+    console.print(Text(f"    {what}, otherwise the same", "dim"))
 
 
 def _print_change(console: Console, sign: str, title: str, change: Change) -> None:
