@@ -1,0 +1,33 @@
+"""Every family shrinks to a model that runs, has its tensors, and whose sizes are apart."""
+
+import pytest
+import torch
+from zoo import families
+
+from dayzero.onboard.reference import build, redraw, run
+from dayzero.onboard.shrink import SEQUENCE, layer_signatures, shrink_model
+from dayzero.onboard.shrink_layers import kind_of
+
+THIRD = set(sorted(families.FAMILIES)[::3])
+NAMES = [name if name in THIRD else pytest.param(name, marks=pytest.mark.slow) for name in sorted(families.FAMILIES)]
+
+
+def tensors(signature):
+    return {entry for entry in kind_of(signature) if entry[0].startswith("shape of ")}
+
+
+@pytest.mark.parametrize("family", NAMES)
+def test_a_family_shrinks(family):
+    config = families.config(family)
+    shrunk = shrink_model(config)
+    small, _ = build(shrunk.config)
+    redraw(small, torch.Generator().manual_seed(1))
+    ids = torch.randint(3, 131, (2, SEQUENCE), generator=torch.Generator().manual_seed(1))
+    with torch.no_grad():
+        logits = run(small, ids)
+    assert logits.shape == (2, SEQUENCE, 131)
+    assert torch.isfinite(logits).all()
+    real, found = (layer_signatures(model) for model in (build(config, device="meta")[0], small))
+    assert len(found) == len(shrunk.kept) <= len(real) == len(shrunk.follows)
+    for layer, stands_in in enumerate(shrunk.follows):
+        assert tensors(real[layer]) == tensors(found[stands_in])
