@@ -25,7 +25,8 @@ def test_a_family_shrinks(family):
     ids = torch.randint(3, 131, (2, SEQUENCE), generator=torch.Generator().manual_seed(1))
     with torch.no_grad():
         logits = run(small, ids)
-    assert logits.shape == (2, SEQUENCE, 131)
+    assert logits.shape[:2] == (2, SEQUENCE)
+    assert 120 < logits.shape[2] <= 131  # padded rows of a head may be left out
     assert torch.isfinite(logits).all()
     real, found = (layer_signatures(model) for model in (build(config, device="meta")[0], small))
     assert len(found) == len(shrunk.kept) <= len(real) == len(shrunk.follows)
