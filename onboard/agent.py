@@ -28,6 +28,7 @@ from dayzero.onboard.generate import VERSION, canonical_json, model_py, render_p
 from dayzero.onboard.install import install, read_decisions, write_files
 from dayzero.onboard.report import Findings
 from dayzero.onboard.specify import Specification, specify
+from dayzero.onboard.unread_layouts import place_and_reason, unread_layouts
 from dayzero.runtime.config import TrainConfig
 from dayzero.runtime.errors import InputError
 from dayzero.runtime.package import Package, load_package
@@ -78,6 +79,8 @@ def specify_checkpoint(
 ) -> tuple[Specification, Ledger]:
     """The specification and the settled ledger. Raises NotProven for anything that stays open, InputError where config
     and tensors disagree."""
+    if layouts := unread_layouts(checkpoint.headers):
+        raise NotProven([Unproven(*place_and_reason(layout, names)) for layout, names in layouts.items()])
     if checkpoint.quantization and not quantised_groups(checkpoint.headers):
         method = str(checkpoint.quantization.get("quant_method", "an unnamed method"))
         why = f"weights are quantised ({method}), and no decoder here reads them"

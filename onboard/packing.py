@@ -7,6 +7,7 @@ from typing import Any
 
 from dayzero.onboard.ledger import Finding, TensorGroup, finding
 from dayzero.onboard.tensor_names import Group
+from dayzero.onboard.unread_layouts import unread_layouts
 from dayzero.runtime.errors import InputError
 from dayzero.runtime.headers import TensorHeader
 from dayzero.runtime.packed import QuantizedTensor, quantised_groups
@@ -60,7 +61,11 @@ def disagreements(groups: Sequence[TensorGroup], quantization: Mapping[str, Any]
         for group in groups
         if group.dtype in _NARROW and group.format is None and group.part_of is None and len(group.shape) > 1
     ]
-    for group in lonely:
+    known = unread_layouts({group.pattern: group for group in groups})
+    for layout, patterns in known.items():
+        yield finding("damage", f"weights are in a layout that is not read here: {layout}", ", ".join(_tails(patterns)))
+    layouts = {pattern.rsplit(".", 1)[0] for patterns in known.values() for pattern in patterns}
+    for group in (group for group in lonely if group.pattern.rsplit(".", 1)[0] not in layouts):
         line = f"{group.pattern} is {group.dtype} {group.shape}"
         yield finding("damage", "a tensor of packed numbers has no scales that are known here", line)
     method = quantization.get("quant_method", quantization.get("format"))
