@@ -4,35 +4,26 @@ the weighted sums, and what stands between the products and the softmax.
 Each piece is matched against what the module really fed to its softmax (`softmax.py`), so that few candidates are left.
 """
 
-import contextlib
 import itertools
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
-from dayzero.onboard.candidates.evidence import (
-    Candidate,
-    Evidence,
-    Site,
-    below,
-    literal,
-    present,
-    size,
-)
+from dayzero.onboard.candidates.attention_pieces import Norm, Piece, Road, distinct_norms
+from dayzero.onboard.candidates.attention_scores import ScoresSolver
+from dayzero.onboard.candidates.equality import CLOSE, close, distinct_heads, multiple
+from dayzero.onboard.candidates.evidence import Candidate, Evidence, Site, literal, present, size
 from dayzero.onboard.candidates.feed_forward import linear_calls
 from dayzero.onboard.candidates.softmax import SoftmaxSeen, watch
+from dayzero.onboard.candidates.where_held import any_number, as_float, constant, divided, held, named, rank
 from dayzero.onboard.discover import Call, same
-from dayzero.runtime.nn.attention import _GATES
+from dayzero.runtime.nn.attention import GATES
 from dayzero.runtime.nn.rotary import rotate
-from dayzero.runtime.weights import Part, Source, Squeeze, Stored
-
-CLOSE = 1e-9  # relative: two ways to the same values
-_MASKED = -1e30
+from dayzero.runtime.weights import Source, Squeeze, Stored
 
 
 def propose_attention(site: Site) -> list[Candidate]:
@@ -43,74 +34,23 @@ def propose_attention(site: Site) -> list[Candidate]:
         return []
     candidates: list[Candidate] = []
     for seen in watch(site.call):
-        candidates += _Solver(site, linears, ends[-1], seen).candidates()
+        candidates += AttentionSolver(site, linears, ends[-1], seen).candidates()
     return candidates
 
 
-@dataclass(frozen=True)
-class _Piece:
-    """Rows start .. stop-1 of each of `groups` blocks of a projection's rows; all of them where `whole`."""
+class AttentionSolver(ScoresSolver):
+    """linears: every projection below the module. end: the last one, whose output is the module's."""
 
-    path: str
-    start: int
-    stop: int
-    groups: int
-    whole: bool
-
-    def of(self, output: Tensor) -> Tensor:
-        """The piece of a projection's output [B, S, R]."""
-        if self.whole:
-            return output
-        return output.unflatten(-1, (self.groups, -1))[..., self.start : self.stop].flatten(-2)
-
-    def source(self, kind: str) -> Source:
-        """The expression for the piece of the projection's weight or bias."""
-        stored = Stored(f"{self.path}.{kind}")
-        return stored if self.whole else Part(0, self.start, self.stop, stored, self.groups)
-
-
-@dataclass(frozen=True)
-class _Norm:
-    """An RMS norm below the module: where, its weight (None without), its epsilon and offset."""
-
-    path: str
-    weight: str | None
-    eps: Evidence
-    epsilon: float
-    offset: float
-
-
-@dataclass(frozen=True)
-class _Road:
-    """A way from a projection to what enters the softmax. kind: of the norm. growth: [B, S], what is multiplied."""
-
-    piece: _Piece
-    kind: str
-    norm: _Norm | None
-    after: bool
-    style: str | None
-    last: bool
-    table: int
-    clip: Evidence | None
-
-    @property
-    def manner(self) -> tuple:
-        """What queries and keys must have in common."""
-        clip = self.clip.label if self.clip is not None else None
-        eps = None if self.norm is None else (self.norm.epsilon, self.norm.offset, self.norm.weight is None)
-        return self.kind, eps, self.after, self.style, self.last, self.table, clip
-
-
-class _Solver:
     def __init__(self, site: Site, linears: dict[str, Call], end: str, seen: SoftmaxSeen):
-        self.site, self.linears, self.end, self.seen = site, linears, end, seen
+        super().__init__(site, seen)
+        self.linears, self.end = linears, end
         self.query, self.attended = (part.transpose(1, 2) for part in (seen.query, seen.attended))
         self.heads, self.head_dim = self.query.shape[2:]
         self.value_dim = self.attended.shape[-1]
-        self.kv_heads = max(_distinct_heads(seen.key), _distinct_heads(seen.value))
+        self.kv_heads = max(distinct_heads(seen.key), distinct_heads(seen.value))
         step = self.heads // self.kv_heads
         self.key, self.value = (part.transpose(1, 2)[:, :, ::step] for part in (seen.key, seen.value))
-        self.before: dict[_Road, Tensor] = {}  # queries or keys as they are before they are turned
+        self.before: dict[Road, Tensor] = {}  # queries or keys as they are before they are turned
         self.mixes = dict(self._convolutions())
         self.inputs = [path for path, call in linears.items() if same(call.hidden, site.call.hidden)]
 
@@ -126,12 +66,12 @@ class _Solver:
             if weight.shape[0] != call.hidden.shape[-1]:
                 continue
             mixed = F.conv1d(before, weight.detach(), groups=weight.shape[0]).transpose(1, 2)
-            if _close(call.hidden + mixed, call.result):
+            if close(call.hidden + mixed, call.result):
                 for linear, made in self.linears.items():
                     if same(made.result, call.hidden):
                         yield linear, (f"{path}.{name}", call.result)
 
-    def _result(self, piece: _Piece) -> Tensor:
+    def _result(self, piece: Piece) -> Tensor:
         """A piece of a projection's output, after the convolution that it may go through."""
         mixed = self.mixes.get(piece.path)
         return piece.of(self.linears[piece.path].result if mixed is None else mixed[1])
@@ -167,14 +107,14 @@ class _Solver:
                         arguments |= piece
                     yield Candidate("GroupedQueryAttention", arguments, parameters)
 
-    def _query_key_parameters(self, query: _Road, key: _Road) -> dict[str, Source]:
+    def _query_key_parameters(self, query: Road, key: Road) -> dict[str, Source]:
         parameters = {**self._projection("query", query.piece), **self._projection("key", key.piece)}
         for ours, road in (("query_norm", query), ("key_norm", key)):
             if road.norm is not None and road.norm.weight is not None:
                 parameters[f"{ours}.weight"] = Stored(f"{road.norm.path}.{road.norm.weight}")
         return parameters
 
-    def _shared_arguments(self, query: _Road, key: _Road) -> dict[str, Evidence]:
+    def _shared_arguments(self, query: Road, key: Road) -> dict[str, Evidence]:
         arguments: dict[str, Evidence] = {
             "hidden": size(f"{query.piece.path}.weight", 1),
             "heads": self._heads(),
@@ -206,7 +146,7 @@ class _Solver:
         arguments["output_bias"] = present(f"{self.end}.bias")
         return arguments
 
-    def _projection(self, ours: str, piece: _Piece) -> dict[str, Source]:
+    def _projection(self, ours: str, piece: Piece) -> dict[str, Source]:
         module = self.linears[piece.path].module
         kinds = ("weight",) if module.bias is None else ("weight", "bias")
         made = {f"{ours}.{kind}": piece.source(kind) for kind in kinds}
@@ -216,71 +156,57 @@ class _Solver:
 
     # --- sizes ------------------------------------------------------------------------------------------------------
 
-    def _head_dim(self, query: _Road) -> Evidence:
+    def _head_dim(self, query: Road) -> Evidence:
         if query.kind == "head" and query.norm is not None and query.norm.weight is not None:
             return size(f"{query.norm.path}.{query.norm.weight}", 0)
-        return self._named(self.head_dim, ("head_dim", "dim", "size")) or _divided(
-            size(f"{self.end}.weight", 1), self._named(self.heads, ("heads",)) or literal(self.heads, "the softmax")
+        return named(self.site, self.head_dim, ("head_dim", "dim", "size")) or divided(
+            size(f"{self.end}.weight", 1),
+            named(self.site, self.heads, ("heads",)) or literal(self.heads, "the softmax"),
         )
 
     def _heads(self) -> Evidence:
-        if self.value_dim == self.head_dim and (dim := self._named(self.head_dim, ("head_dim", "dim", "size"))):
-            return _divided(size(f"{self.end}.weight", 1), dim)
-        return self._named(self.heads, ("heads",)) or literal(self.heads, "the softmax's input")
+        if self.value_dim == self.head_dim and (dim := named(self.site, self.head_dim, ("head_dim", "dim", "size"))):
+            return divided(size(f"{self.end}.weight", 1), dim)
+        return named(self.site, self.heads, ("heads",)) or literal(self.heads, "the softmax's input")
 
-    def _kv_heads(self, key: _Piece) -> Evidence:
-        dim = self._named(self.head_dim, ("head_dim", "dim", "size"))
+    def _kv_heads(self, key: Piece) -> Evidence:
+        dim = named(self.site, self.head_dim, ("head_dim", "dim", "size"))
         if key.whole and dim is not None:
-            return _divided(size(f"{key.path}.weight", 0), dim)
-        named = self._named(self.kv_heads, ("key_value", "kv", "heads"))
-        return named or literal(self.kv_heads, "heads that differ in the softmax's input")
+            return divided(size(f"{key.path}.weight", 0), dim)
+        found = named(self.site, self.kv_heads, ("key_value", "kv", "heads"))
+        return found or literal(self.kv_heads, "heads that differ in the softmax's input")
 
     def _value_dim(self) -> Evidence:
-        return self._named(self.value_dim, ("v_head", "value", "dim")) or literal(
+        return named(self.site, self.value_dim, ("v_head", "value", "dim")) or literal(
             self.value_dim, "the softmax's output"
         )
 
-    def _named(self, value: int, words: tuple[str, ...]) -> Evidence | None:
-        """An attribute or field with this value, the module's own first, and those with one of the words before."""
-        found = self._held(value, int)
-        found.sort(key=lambda evidence: _rank(evidence, words))
-        return found[0] if found else None
-
-    def _held(self, value: float, kind: type) -> list[Evidence]:
-        """Every attribute and field that holds this value and can be read by itself."""
-        found = []
-        for evidence in self.site.explain(value):
-            with contextlib.suppress(Exception):  # a config may refuse to say what differs from layer to layer
-                if type(evidence.resolve(self.site.module, self.site.config)) is kind:
-                    found.append(evidence)
-        return found
-
     # --- queries and keys -------------------------------------------------------------------------------------------
 
-    def _pieces(self, rows: int) -> Iterator[_Piece]:
+    def _pieces(self, rows: int) -> Iterator[Piece]:
         """Projections of the input, or parts of them, with so many rows."""
         unit = min(self.head_dim, self.value_dim)
         for path in self.inputs:
             total = self.linears[path].result.shape[-1]
             if total == rows:
-                yield _Piece(path, 0, rows, 1, whole=True)
+                yield Piece(path, 0, rows, 1, whole=True)
             for groups in dict.fromkeys((1, self.kv_heads, self.heads)):
                 if total <= rows or total % groups or rows % groups:
                     continue
                 width = rows // groups
                 for start in range(0, total // groups - width + 1, unit):
-                    yield _Piece(path, start, start + width, groups, whole=False)
+                    yield Piece(path, start, start + width, groups, whole=False)
 
-    def _roads(self, target: Tensor, positions: bool) -> Iterator[tuple[_Road, Tensor]]:
+    def _roads(self, target: Tensor, positions: bool) -> Iterator[tuple[Road, Tensor]]:
         """Ways to `target` [B, S, heads, D], each with what it still has to be multiplied by: [B, S], or [1, 1]."""
         heads, dim = target.shape[2:]
-        settled: set[tuple[_Piece, _Norm | None]] = set()
+        settled: set[tuple[Piece, Norm | None]] = set()
         for piece in self._pieces(heads * dim):
             raw = self._result(piece)
             for kind, norm, after, clip in self._norms_for(heads, dim):
                 start = raw
                 if kind == "whole" and norm is not None:
-                    start = self._apply(norm, start)
+                    start = norm.of(self.site.module, start)
                 if clip is not None:
                     bound = clip.resolve(self.site.module, self.site.config)
                     start = start.clamp(-bound, bound)
@@ -288,16 +214,16 @@ class _Solver:
                 if after and norm is not None and norm.weight is None and (piece, norm) in settled:
                     continue  # without a weight it is the same before and after
                 if kind == "head" and norm is not None and not after:
-                    start = self._apply(norm, start)
+                    start = norm.of(self.site.module, start)
                 for style, last, table in self._rotations(dim):
                     if style is None and after:
                         continue
                     turned = start if style is None else self._turned(start, style, last, table)
                     if kind == "head" and norm is not None and after:
-                        turned = self._apply(norm, turned)
-                    grown = _multiple(turned, target, by_position=positions)
+                        turned = norm.of(self.site.module, turned)
+                    grown = multiple(turned, target, by_position=positions)
                     if grown is not None:
-                        road = _Road(piece, kind, norm, after, style, last, table, clip)
+                        road = Road(piece, kind, norm, after, style, last, table, clip)
                         self.before[road] = start
                         settled.add((piece, norm))
                         yield road, grown
@@ -317,7 +243,7 @@ class _Solver:
         cos, sin = self.site.context.tables[table]
         return rotate(x.flatten(0, 1), cos, sin, style, last).view(x.shape)
 
-    def _norms_for(self, heads: int, dim: int) -> Iterator[tuple[str, _Norm | None, bool, Evidence | None]]:
+    def _norms_for(self, heads: int, dim: int) -> Iterator[tuple[str, Norm | None, bool, Evidence | None]]:
         """(kind, norm, whether after the rotation, clip): without a norm first."""
         for clip in self._clips():
             yield "none", None, False, clip
@@ -336,25 +262,18 @@ class _Solver:
         bounds = sorted(value for value in self.site.operations.constants if value > 0)
         return [*(evidence for value in bounds for evidence in self.site.explain(value)[:1]), None]
 
-    def _norms(self, width: int) -> list[_Norm]:
+    def _norms(self, width: int) -> list[Norm]:
         """RMS norms below the module that take vectors of this width."""
-        return [norm for norm in self._all_norms if self._width(norm) in {width, None}]
+        return [norm for norm in self._all_norms if self._fits(norm, width)]
 
     @cached_property
-    def _all_norms(self) -> list[_Norm]:
-        return list(_distinct_norms(self.site))
+    def _all_norms(self) -> list[Norm]:
+        return list(distinct_norms(self.site))
 
-    def _width(self, norm: _Norm) -> int | None:
-        """The norm's width, None for one without a weight that takes any."""
-        if norm.weight is None:
-            return None
-        return self.site.module.get_parameter(f"{norm.path}.{norm.weight}").shape[0]
-
-    def _apply(self, norm: _Norm, x: Tensor) -> Tensor:
-        y = x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + norm.epsilon)
-        if norm.weight is None:
-            return y
-        return y * (norm.offset + self.site.module.get_parameter(f"{norm.path}.{norm.weight}").detach())
+    def _fits(self, norm: Norm, width: int) -> bool:
+        """Whether the norm takes vectors of this width; one without a weight takes any."""
+        weight = norm.parameter(self.site.module)
+        return weight is None or weight.shape[0] == width
 
     # --- factors ----------------------------------------------------------------------------------------------------
 
@@ -362,11 +281,11 @@ class _Solver:
         """The argument for a constant factor of `made`, [B, S, heads, D]; for one of 1, where the module is seen to
         multiply by it."""
         if abs(ratio - 1.0) > CLOSE:
-            exact = self._constant(ratio)
+            exact = constant(self.site, ratio)
             return [{f"{part}_factor": self._number(exact, (part, part[0] + "_", "mult"))}] if exact is not None else []
         if not self._multiplied_by_one(made):
             return [{}]
-        ones = sorted(self._floats_that_are(1.0), key=lambda evidence: _rank(evidence, (part, part[0] + "_")))
+        ones = sorted(held(self.site, 1.0, float), key=lambda evidence: rank(evidence, (part, part[0] + "_")))
         return [{f"{part}_factor": one} for one in ones[:1]] or [{}]
 
     def _multiplied_by_one(self, made: Tensor) -> bool:
@@ -380,20 +299,11 @@ class _Solver:
             for found in self.seen.multiplied_by_one
         )
 
-    def _floats_that_are(self, value: float) -> list[Evidence]:
-        """The module's own attributes with this value, and the fields of the config."""
-        return self._held(value, float)
-
-    def _constant(self, value: float) -> float | None:
-        """The constant of the trace that this measured value is."""
-        near = [c for c in self.site.operations.constants if abs(c - value) <= 1e-7 * abs(value)]
-        return min(near, key=lambda c: abs(c - value)) if near else None
-
     def _number(self, value: float, words: tuple[str, ...]) -> Evidence:
         """Where a constant is held; the head size's powers where nothing holds it."""
-        found = [*self._floats_that_are(value)]
-        found.sort(key=lambda evidence: _rank(evidence, words))
-        dim = self._named(self.head_dim, ("head_dim", "dim", "size"))
+        found = [*held(self.site, value, float)]
+        found.sort(key=lambda evidence: rank(evidence, words))
+        dim = named(self.site, self.head_dim, ("head_dim", "dim", "size"))
         if dim is not None:
             powers = {
                 "** -0.5": lambda d: d**-0.5,
@@ -408,15 +318,15 @@ class _Solver:
                             lambda module, config, power=power, dim=dim: power(dim.resolve(module, config)),
                         )
                     )
-        for name, held in sorted(self.site.config.to_dict().items()):
-            if isinstance(held, (int, float)) and not isinstance(held, bool) and held > 0 and held**-0.5 == value:
+        for name, other in sorted(self.site.config.to_dict().items()):
+            if isinstance(other, (int, float)) and not isinstance(other, bool) and other > 0 and other**-0.5 == value:
                 found.append(
                     Evidence(f"config {name} ** -0.5", lambda module, config, name=name: getattr(config, name) ** -0.5)
                 )
         return found[0] if found else literal(value, "constant in the trace")
 
     def _query_factors(
-        self, query: _Road, grown: Tensor, scores: tuple[float, float | None, Evidence | None]
+        self, query: Road, grown: Tensor, scores: tuple[float, float | None, Evidence | None]
     ) -> Iterator[dict[str, Evidence]]:
         """Arguments about what multiplies queries and scores."""
         ratio, _, softcap = scores
@@ -425,23 +335,23 @@ class _Solver:
             both = rest * ratio
             if abs(rest - 1.0) <= CLOSE or abs(ratio - 1.0) <= CLOSE:
                 # One factor, wherever it stands: on queries or on scores.
-                exact = 1.0 if abs(both - 1.0) <= CLOSE else self._constant(both)
+                exact = 1.0 if abs(both - 1.0) <= CLOSE else constant(self.site, both)
                 if exact is None:
                     continue
                 scale = self._scale_of_one() if exact == 1.0 else self._number(exact, ("scal",))
                 for factor in self._factor("query", 1.0, self.before[query]):
                     yield {**arguments, **factor, "scale": scale, **capped}
             else:
-                inner, outer = self._constant(rest), self._constant(ratio)
+                inner, outer = constant(self.site, rest), constant(self.site, ratio)
                 if inner is not None and outer is not None:
                     factor = {"query_factor": self._number(inner, ("query", "q_", "qk", "scale"))}
                     yield {**arguments, **factor, "scale": self._number(outer, ("scal",)), **capped}
 
     def _scale_of_one(self) -> Evidence:
         """A scale of 1: an attribute where scores or queries are multiplied by it."""
-        ones = self._floats_that_are(1.0)
+        ones = held(self.site, 1.0, float)
         if ones and any(found.numel() == self.seen.products.numel() for found in self.seen.multiplied_by_one):
-            ones.sort(key=lambda evidence: _rank(evidence, ("scal",)))
+            ones.sort(key=lambda evidence: rank(evidence, ("scal",)))
             return ones[0]
         return literal(1.0, "the scores are the products")
 
@@ -473,99 +383,10 @@ class _Solver:
             if bool((left - left[0, 0]).abs().max() <= CLOSE * left[0, 0].abs()):
                 arguments = {
                     "query_scale": literal(kind, "the trace's logarithm"),
-                    "query_scale_factor": _as_float(self._any_number(factor, ("scale", "alpha", "beta"))),
-                    "query_scale_length": _as_float(self._any_number(length, ("floor", "length", "scale"))),
+                    "query_scale_factor": as_float(any_number(self.site, factor, ("scale", "alpha", "beta"))),
+                    "query_scale_length": as_float(any_number(self.site, length, ("floor", "length", "scale"))),
                 }
                 yield arguments, float(left[0, 0])
-
-    def _any_number(self, value: float, words: tuple[str, ...]) -> Evidence:
-        found = [*self._held(value, float), *self._held(value, int)]
-        found.sort(key=lambda evidence: _rank(evidence, words))
-        return found[0] if found else literal(value, "constant in the trace")
-
-    # --- scores -----------------------------------------------------------------------------------------------------
-
-    def _seen_keys(self) -> Tensor:
-        """[B, N, S, U] bool."""
-        return self.seen.scores[..., : self.seen.key.shape[2]] > _MASKED
-
-    def _given_scores(self) -> Tensor:
-        """[B, N, S, U]: what the softmax was given for the keys."""
-        return self.seen.scores[..., : self.seen.key.shape[2]]
-
-    def _scores(self) -> tuple[float, float | None, Evidence | None] | None:
-        """(factor between products and scores, softcap, where it is held); None for scores that are more than that.
-
-        A row may be shifted as a whole, which a softmax does not see: scores are compared with the diagonal's.
-        """
-        products, scores = self.seen.products, self._given_scores()
-        keep = self._seen_keys()
-        if not bool(torch.diagonal(keep, dim1=-2, dim2=-1).all()):
-            return None
-        ratio = _shifted_ratio(products, scores, keep)
-        if ratio is not None:
-            return ratio, None, None
-        if "tanh" not in self.site.operations.steps:
-            return None
-        constants = sorted(self.site.operations.constants)
-        for cap in (value for value in constants if value > 1):
-            for ratio in (1.0, *(value for value in constants if 0 < value < 1)):
-                found = _shifted_ratio(cap * torch.tanh(products * ratio / cap), scores, keep)
-                if found is not None and abs(found - 1.0) <= CLOSE:
-                    return ratio, cap, _as_float(self._any_number(cap, ("cap",)))
-        return None
-
-    def _visibility(self) -> list[dict[str, Evidence]] | None:
-        """What the mask shows; None where it is no function of the distance alone."""
-        seen = self._seen_keys()
-        mask = seen[0, 0]
-        if mask.shape[0] != mask.shape[1] or not bool((seen == mask).all()):
-            return None
-        at = torch.arange(mask.shape[0])
-        age = at[:, None] - at
-        if bool(mask.all()) and mask.shape[0] > 1:
-            return [{"causal": literal(False, "the mask hides nothing")}]
-        if torch.equal(mask, age >= 0):
-            return [{}]
-        widest = int(mask.sum(-1).max())
-        for kind, shown in (("window", age < widest), ("chunk", at[:, None] // widest == at // widest)):
-            if torch.equal(mask, (age >= 0) & shown):
-                return [{kind: evidence} for evidence in self._extents(widest, kind)[:1]]
-        return None
-
-    def _extents(self, widest: int, kind: str) -> list[Evidence]:
-        """Attributes and fields of this value; fields of one less, which do not count the token itself."""
-        found = self._held(widest, int)
-        found.sort(key=lambda evidence: _rank(evidence, (kind,)))
-        less = [e for e in self._held(widest - 1, int) if kind in e.label]
-        found += [
-            Evidence(
-                f"{e.label} + 1",
-                lambda module, config, e=e: None if (held := e.resolve(module, config)) is None else held + 1,
-            )
-            for e in less
-        ]
-        return found or [literal(widest, "the mask's band")]
-
-    def _sinks(self) -> tuple[dict[str, Evidence], dict[str, Source]] | None:
-        """The parameter that is the softmax's last column; nothing without one, None for another kind of column."""
-        columns = self.seen.scores.shape[-1] - self.seen.key.shape[2]
-        if not columns:
-            return {}, {}
-        for name, parameter in self.site.module.named_parameters(recurse=False):
-            if parameter.shape != (self.heads,):
-                continue
-            # The row's shift is known from its diagonal, once the scores' factor is.
-            scores, factor = self.seen.scores, self._scores()
-            if factor is None:
-                continue
-            products = self.seen.products * factor[0]
-            if factor[1] is not None:
-                products = factor[1] * torch.tanh(products / factor[1])
-            shift = torch.diagonal(scores[..., :-1], dim1=-2, dim2=-1) - torch.diagonal(products, dim1=-2, dim2=-1)
-            if _close(scores[..., -1] - shift, parameter.detach()[None, :, None].expand_as(shift)):
-                return {"sinks": literal(True, "the softmax's last column")}, {"sinks": Stored(name)}
-        return None
 
     # --- values and outputs -----------------------------------------------------------------------------------------
 
@@ -580,8 +401,8 @@ class _Solver:
                 bound = None if clip is None else clip.resolve(self.site.module, self.site.config)
                 value = (start if bound is None else start.clamp(-bound, bound)).unflatten(-1, (heads, dim))
                 if norm is not None:
-                    value = self._apply(norm, value)
-                ratio = _multiple(value, self.value, by_position=False)
+                    value = norm.of(self.site.module, value)
+                ratio = multiple(value, self.value, by_position=False)
                 if ratio is None:
                     continue
                 arguments = {} if norm is None else {"value_norm_eps": norm.eps}
@@ -598,15 +419,15 @@ class _Solver:
         last: dict[str, Source] = {f"output.{kind}": Stored(f"{self.end}.{kind}") for kind in kinds}
         norms = [None, *(norm for norm in self._norms(self.value_dim) if norm.weight is None)]
         for norm in norms:
-            start = self.attended if norm is None else self._apply(norm, self.attended)
+            start = self.attended if norm is None else norm.of(self.site.module, self.attended)
             arguments = {} if norm is None else {"output_norm_eps": norm.eps}
-            if _close(start, wanted):
+            if close(start, wanted):
                 yield arguments, last
                 return
             for gated, parameters in self._gates(start, wanted):
                 yield {**arguments, **gated}, {**last, **parameters}
             for name, left in self._left_by_sinks():
-                if _close(start * left, wanted):
+                if close(start * left, wanted):
                     yield {"sinks": literal(True, "a factor of the rows"), **arguments}, {"sinks": Stored(name), **last}
 
     def _left_by_sinks(self) -> Iterator[tuple[str, Tensor]]:
@@ -623,9 +444,9 @@ class _Solver:
                 if self.linears[piece.path].module.bias is not None and piece.whole:
                     continue
                 gate = piece.of(self.linears[piece.path].result).unflatten(-1, (self.heads, -1))
-                for (name, bias), (act, function) in itertools.product(self._biases(), _GATES.items()):
+                for (name, bias), (act, function) in itertools.product(self._biases(), GATES.items()):
                     shifted = gate if bias is None else gate + bias[:, None]
-                    if _close(start * function(shifted), wanted):
+                    if close(start * function(shifted), wanted):
                         arguments = {"gate": literal(act, "what the last projection was given")}
                         parameters: dict[str, Source] = {"gate.weight": piece.source("weight")}
                         if per_head:
@@ -635,98 +456,9 @@ class _Solver:
                             parameters["gate_bias"] = Stored(name)
                         yield arguments, parameters
 
-    def _whole_pieces(self, rows: int) -> Iterator[_Piece]:
+    def _whole_pieces(self, rows: int) -> Iterator[Piece]:
         return (piece for piece in self._pieces(rows) if piece.whole)
 
     def _biases(self) -> list[tuple[str | None, Tensor | None]]:
         own = self.site.module.named_parameters(recurse=False)
         return [(None, None), *((name, p.detach()) for name, p in own if p.shape == (self.heads,))]
-
-
-def _distinct_norms(site: Site) -> Iterator[_Norm]:
-    """Every norm below the module; of those without a weight one for each epsilon."""
-    weightless = set()
-    for path, call in site.inner.items():
-        for norm in _norms_of(path, call, site):
-            if norm.weight is not None or norm.epsilon not in weightless:
-                yield norm
-            if norm.weight is None:
-                weightless.add(norm.epsilon)
-
-
-def _norms_of(path: str, call: Call, site: Site) -> Iterator[_Norm]:
-    """The RMS norms that give exactly what the call gave; none for a module that is no norm."""
-    parameters = list(call.module.named_parameters())
-    if not call.has_stream or len(parameters) > 1 or (parameters and parameters[0][1].ndim != 1):
-        return
-    if any(True for _ in call.module.children()) or isinstance(call.module, nn.Embedding):
-        return
-    x, y = call.hidden, call.result
-    if x.shape != y.shape or x.ndim < 3:
-        return
-    weight = parameters[0][1].detach() if parameters else None
-    if weight is not None and weight.shape[0] != x.shape[-1]:
-        return
-    inner = Site(call, {}, site.config)
-    for epsilon in sorted(value for value in inner.operations.constants if 0 < value < 0.1):
-        plain = x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + epsilon)
-        for offset in (0.0, 1.0) if weight is not None else (0.0,):
-            if torch.allclose(plain if weight is None else plain * (offset + weight), y, rtol=1e-12, atol=1e-14):
-                known = (inner.explain(epsilon) or [literal(epsilon, "constant in the trace")])[0]
-                yield _Norm(path, parameters[0][0] if parameters else None, below(path, known), epsilon, offset)
-
-
-def _rank(evidence: Evidence, words: tuple[str, ...]) -> tuple[int, int]:
-    """Order only: the module's own attributes, then fields, then children's; those with an early word first."""
-    label = evidence.label
-    place = 0 if label.startswith("attribute ") and "." not in label else 1 if label.startswith("config ") else 2
-    word = next((number for number, word in enumerate(words) if word in label), len(words))
-    return word, place
-
-
-def _divided(evidence: Evidence, divisor: Evidence) -> Evidence:
-    return Evidence(
-        f"{evidence.label} / {divisor.label}",
-        lambda module, config: evidence.resolve(module, config) // divisor.resolve(module, config),
-    )
-
-
-def _as_float(evidence: Evidence) -> Evidence:
-    return replace(evidence, resolve=lambda module, config: float(evidence.resolve(module, config)))
-
-
-def _distinct_heads(part: Tensor) -> int:
-    """How many groups of equal neighbours there are. part: [B, N, U, D]."""
-    heads = part.shape[1]
-    for groups in range(1, heads + 1):
-        if heads % groups == 0:
-            grouped = part.unflatten(1, (groups, -1))
-            if bool((grouped == grouped[:, :, :1]).all()):
-                return groups
-    return heads
-
-
-def _close(ours: Tensor, wanted: Tensor) -> bool:
-    return ours.shape == wanted.shape and bool(
-        torch.linalg.vector_norm(ours - wanted) <= CLOSE * torch.linalg.vector_norm(wanted)
-    )
-
-
-def _multiple(ours: Tensor, wanted: Tensor, by_position: bool) -> Tensor | None:
-    """The factor that makes `ours` [B, S, heads, D] the wanted: [B, S] by position, else [1, 1]; None if none does."""
-    dims = (2, 3) if by_position else (0, 1, 2, 3)
-    size = ours.square().sum(dims, keepdim=True)
-    factor = (ours * wanted).sum(dims, keepdim=True) / size.clamp(min=1e-300)
-    return factor[:, :, 0, 0] if _close(ours * factor, wanted) else None
-
-
-def _shifted_ratio(products: Tensor, scores: Tensor, keep: Tensor) -> float | None:
-    """The factor between two [B, N, S, S], both measured from their diagonal, where `keep`; None if none fits."""
-    ours, theirs = (
-        torch.where(keep, part - torch.diagonal(part, dim1=-2, dim2=-1)[..., None], 0.0) for part in (products, scores)
-    )
-    size = float(ours.square().sum())
-    if not size:
-        return None
-    ratio = float((ours * theirs).sum()) / size
-    return ratio if _close(ours * ratio, theirs) else None

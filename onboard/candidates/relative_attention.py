@@ -5,7 +5,8 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from dayzero.onboard.candidates.attention import _Piece, _Solver
+from dayzero.onboard.candidates.attention import AttentionSolver
+from dayzero.onboard.candidates.attention_pieces import Piece
 from dayzero.onboard.candidates.evidence import Candidate, Site, size
 from dayzero.onboard.candidates.feed_forward import linear_calls
 from dayzero.onboard.candidates.softmax import SoftmaxSeen, watch
@@ -13,7 +14,7 @@ from dayzero.onboard.discover import same
 from dayzero.runtime.weights import Stored
 
 
-class _RelativeSolver(_Solver):
+class _RelativeSolver(AttentionSolver):
     """Scores less the bias are the products' multiple."""
 
     def __init__(self, site: Site, linears: dict, end: str, seen: SoftmaxSeen, bias: Tensor):
@@ -42,7 +43,7 @@ def propose_relative_attention(site: Site) -> list[Candidate]:
     ]
 
 
-def _sources(site: Site, linears: dict, seen: SoftmaxSeen) -> Iterator[tuple[_Piece, str]]:
+def _sources(site: Site, linears: dict, seen: SoftmaxSeen) -> Iterator[tuple[Piece, str]]:
     """(projection, profiles) whose sizes fit: [N * d, H] and [d, extent]."""
     taken = {f"{path}.weight" for path in linears}
     for name, parameter in site.module.named_parameters():
@@ -51,10 +52,10 @@ def _sources(site: Site, linears: dict, seen: SoftmaxSeen) -> Iterator[tuple[_Pi
         for path, call in linears.items():
             rows = call.result.shape[-1]
             if same(call.hidden, site.call.hidden) and rows == seen.query.shape[1] * parameter.shape[0]:
-                yield _Piece(path, 0, rows, 1, whole=True), name
+                yield Piece(path, 0, rows, 1, whole=True), name
 
 
-def _with_bias(site: Site, linears: dict, end: str, seen: SoftmaxSeen, piece: _Piece, name: str) -> Iterator[Candidate]:
+def _with_bias(site: Site, linears: dict, end: str, seen: SoftmaxSeen, piece: Piece, name: str) -> Iterator[Candidate]:
     profiles = site.module.get_parameter(name).detach()
     heads, length = seen.query.shape[1:3]
     by_age = (linears[piece.path].result.unflatten(-1, (heads, -1)) @ profiles).transpose(1, 2)

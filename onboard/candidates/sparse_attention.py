@@ -6,7 +6,8 @@ from collections.abc import Iterator
 import torch
 from torch import nn
 
-from dayzero.onboard.candidates.attention import CLOSE, _Solver
+from dayzero.onboard.candidates.attention import AttentionSolver
+from dayzero.onboard.candidates.equality import CLOSE
 from dayzero.onboard.candidates.evidence import Candidate, Evidence, Site
 from dayzero.onboard.candidates.indexer import propose_indexers
 from dayzero.onboard.candidates.latent_attention import selectors
@@ -14,7 +15,7 @@ from dayzero.onboard.candidates.softmax import watch
 from dayzero.onboard.discover import same
 
 
-class _SparseSolver(_Solver):
+class _SparseSolver(AttentionSolver):
     """The mask is the indexer's business, and a token need not see itself."""
 
     def _visibility(self) -> list[dict[str, Evidence]] | None:

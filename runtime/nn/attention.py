@@ -17,7 +17,7 @@ from .rotary import RotaryStyle, rotate
 QKNorm = Literal["none", "head", "whole"]
 OutputGate = Literal["sigmoid", "softplus", "silu", "tanh"]
 
-_GATES = {"sigmoid": torch.sigmoid, "softplus": F.softplus, "silu": F.silu, "tanh": torch.tanh}
+GATES = {"sigmoid": torch.sigmoid, "softplus": F.softplus, "silu": F.silu, "tanh": torch.tanh}
 
 
 class GroupedQueryAttention(nn.Module):
@@ -221,4 +221,4 @@ class GroupedQueryAttention(nn.Module):
         if self.gate_bias is not None:
             gate = gate + self.gate_bias[:, None]
         compute = torch.promote_types(gate.dtype, torch.float32)
-        return attended * _GATES[self.gate_act](gate.to(compute)).to(attended.dtype)
+        return attended * GATES[self.gate_act](gate.to(compute)).to(attended.dtype)
