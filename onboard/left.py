@@ -7,6 +7,7 @@ from torch import Tensor
 
 from dayzero.onboard.discover import Call
 from dayzero.runtime.nn.carried_router import STATE
+from dayzero.runtime.nn.handed_routing import INDEX, WEIGHTS
 from dayzero.runtime.nn.latent_attention import LATENTS, SELECTED
 
 
@@ -20,7 +21,22 @@ def left_by_earlier(call: Call) -> dict[str, Tensor]:
         shared[LATENTS + name] = joined.reshape(-1, joined.shape[-1])
     if (state := handed_state(call)) is not None:
         shared[STATE] = state
+    if (routing := handed_routing(call)) is not None:
+        shared[INDEX], shared[WEIGHTS] = routing
     return shared
+
+
+def handed_routing(call: Call) -> tuple[Tensor, Tensor] | None:
+    """([T, K] int64, [T, K]): names of experts and their weights among the arguments; None without them."""
+    tokens = call.hidden[..., 0].numel()
+    found = [value for value in [*call.args, *call.kwargs.values()] if isinstance(value, Tensor)]
+    named = [value for value in found if value.dtype == torch.int64 and value.ndim > 1]
+    for index in named:
+        for weights in found:
+            alike = weights.is_floating_point() and weights.shape == index.shape and weights is not call.hidden
+            if alike and index.numel() % tokens == 0 and index.shape[-1] * tokens == index.numel():
+                return index.reshape(tokens, -1), weights.detach().reshape(tokens, -1)
+    return None
 
 
 def handed_state(call: Call) -> Tensor | None:

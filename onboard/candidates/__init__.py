@@ -20,6 +20,7 @@ from dayzero.onboard.candidates.moe import propose_moe
 from dayzero.onboard.candidates.norm import propose_norm
 from dayzero.onboard.candidates.recurrence import propose_channel_mix, propose_time_mix
 from dayzero.onboard.candidates.relative_attention import propose_relative_attention
+from dayzero.onboard.candidates.routing import propose_routing
 from dayzero.onboard.candidates.selective_scan import propose_mamba
 from dayzero.onboard.candidates.sparse_attention import propose_sparse_attention
 from dayzero.onboard.candidates.state_space import propose_mamba2
@@ -45,6 +46,7 @@ PROPOSERS: dict[str, tuple[Callable[[Site], list[Candidate]], ...]] = {
         propose_mlstm,
     ),
     "ffn": (propose_feed_forward, propose_moe),
+    "routing": (propose_routing,),
     "connection": (propose_connection,),
     "merge": (propose_merge,),
 }

@@ -67,7 +67,7 @@ def _is_convolution(module: nn.Module) -> bool:
 def _listed(site: Site) -> Iterator[Bank]:
     """A module whose children are two or more small networks of one shape, numbered in their names."""
     for path, module in site.module.named_modules():
-        children = list(module.named_children())
+        children = [(name, child) for name, child in module.named_children() if any(True for _ in child.parameters())]
         shapes = [tuple((n, tuple(p.shape)) for n, p in child.named_parameters()) for _, child in children]
         names = [re.fullmatch(r"(\D*)(\d+)(\D*)", name) for name, _ in children]
         numbered = [match for match in names if match is not None]

@@ -17,6 +17,7 @@ from .experts import Experts
 from .feed_forward import FeedForward, GatedFeedForward
 from .gated_activation import ClampedGLU, OaiSwiGLU, SoftcappedGLU
 from .gated_delta_net import GatedDeltaNet
+from .handed_routing import HandedRouting, LeaveRouting
 from .hash_router import HashRouter
 from .hyper_connection import HyperConnected, HyperConnection, StreamMean, StreamMerge
 from .indexed_attention import IndexedAttention
@@ -67,6 +68,7 @@ BLOCKS = {
         GatedRMSNorm,
         GroupLimit,
         GroupedQueryAttention,
+        HandedRouting,
         HashRouter,
         HyperConnected,
         HyperConnection,
@@ -75,6 +77,7 @@ BLOCKS = {
         JointRouter,
         LatentAttention,
         LayerNorm,
+        LeaveRouting,
         Lifted,
         LightningIndexer,
         LightningAttention,
@@ -122,6 +125,7 @@ __all__ = [
     "GatedShortConvolution",
     "GroupLimit",
     "GroupedQueryAttention",
+    "HandedRouting",
     "HashRouter",
     "HyperConnected",
     "HyperConnection",
@@ -130,6 +134,7 @@ __all__ = [
     "JointRouter",
     "LatentAttention",
     "LayerNorm",
+    "LeaveRouting",
     "Lifted",
     "LightningAttention",
     "LightningIndexer",

@@ -15,7 +15,6 @@ class HashRouter(Router):
     """
 
     uses_context = True
-    selects = False  # no top-k: nothing to force
 
     def __init__(
         self,

@@ -86,7 +86,7 @@ class MixtureOfExperts(nn.Module):
         z = x if self.into is None else self.into(x)
         if self.latent_norm is not None:
             z = self.latent_norm(z)
-        y = self._routed(z, weights[:, : self.router.top_k], index)
+        y = self._routed(z, weights[:, : index.shape[1]], index)
         if self.routed_norm is not None:
             y = self.routed_norm(y)
         if self.out_of is not None:
@@ -94,7 +94,7 @@ class MixtureOfExperts(nn.Module):
         if self.bias is not None:
             y = y + self.bias
         if self.shared is not None:
-            y = y + self._shared(x, weights[:, self.router.top_k :])
+            y = y + self._shared(x, weights[:, index.shape[1] :])
         if self.average:
             y = y / 2
         return y if self.output_norm is None else self.output_norm(y)
@@ -109,7 +109,7 @@ class MixtureOfExperts(nn.Module):
         order, inverse, counts = expert_order(index, self.router.experts)
         counts = counts[: self.experts.experts]
         self.expert_counts = counts
-        copies = permute(x, order, inverse, self.router.top_k)
+        copies = permute(x, order, inverse, index.shape[1])
         if self.weigh == "input":
             copies = copies * weights.flatten()[order].unsqueeze(-1).to(copies.dtype)
             weights = torch.ones_like(weights)

@@ -18,8 +18,6 @@ class ProductKeyRouter(Routing):
     other documents beside this one changes its experts.
     """
 
-    selects = False  # a top-k of sums over other top-ks: nothing to force
-
     def __init__(self, hidden: int, experts: int, top_k: int, normalise: Normalise | None = None):
         super().__init__()
         self.experts, self.top_k, self.normalise, self.keys = experts, top_k, normalise, math.isqrt(experts)

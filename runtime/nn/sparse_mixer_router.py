@@ -15,7 +15,6 @@ class SparseMixerRouter(Routing):
     """
 
     top_k = 2
-    selects = False  # two maxima, no top-k: nothing to force
 
     def __init__(self, hidden: int, experts: int, jitter: float):
         super().__init__()

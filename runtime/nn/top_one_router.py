@@ -18,7 +18,6 @@ class TopOneRouter(Routing):
 
     uses_context = True
     top_k = 1
-    selects = False  # a maximum, no top-k: nothing to force
 
     def __init__(self, hidden: int, experts: int, capacity: int, logit_bias: bool = False):
         super().__init__()
