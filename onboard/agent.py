@@ -18,14 +18,16 @@ from typing import Any, TypedDict
 import torch
 from pydantic import BaseModel
 
+from dayzero.onboard import remote_code
 from dayzero.onboard.align import Alignment, Rung, coverage_rung, model_rung
 from dayzero.onboard.align.ladder import THRESHOLDS, judge
 from dayzero.onboard.align.model import real_weights_error
 from dayzero.onboard.checkpoint import Checkpoint, read_checkpoint
 from dayzero.onboard.classify import Ledger, classify, settle
 from dayzero.onboard.composition import NotProven, Unproven
-from dayzero.onboard.generate import VERSION, canonical_json, model_py, render_package, weights_py
+from dayzero.onboard.generate import VERSION, model_files, render_package
 from dayzero.onboard.install import install, read_decisions, write_files
+from dayzero.onboard.reference import UnknownArchitecture, load_config, model_class
 from dayzero.onboard.report import Findings
 from dayzero.onboard.specify import Specification, specify
 from dayzero.onboard.unread_layouts import place_and_reason, unread_layouts
@@ -85,6 +87,7 @@ def specify_checkpoint(
         method = str(checkpoint.quantization.get("quant_method", "an unnamed method"))
         why = f"weights are quantised ({method}), and no decoder here reads them"
         raise NotProven([Unproven("config.json: quantization_config", why)])
+    _refuse_own_code(checkpoint)
     specification = specify(checkpoint.config, checkpoint.identity(), name, tell, checkpoint.headers)
     ledger = settle(classify(checkpoint), checkpoint, specification.spec, real_shapes(specification.spec))
     ignored = decisions.get("ignore_config") or {}
@@ -99,6 +102,19 @@ def specify_checkpoint(
     if open_items:
         raise NotProven(open_items)
     return specification, ledger
+
+
+def _refuse_own_code(checkpoint: Checkpoint) -> None:
+    """Raises NotProven where only code that came with the checkpoint could be the reference, and may not be run."""
+    code = remote_code.remote_code(checkpoint.path, checkpoint.config)
+    if code is None or remote_code.current() is not None:
+        return
+    try:
+        model_class(load_config(checkpoint.config), list(checkpoint.config.get("architectures") or []))
+    except UnknownArchitecture as error:
+        files = ", ".join(remote_code.files_to_run(checkpoint.path, code))
+        why = f"{error}; --trust-remote-code would run the checkpoint's own code in a sandbox: {files}"
+        raise NotProven([Unproven("config.json: auto_map", why)]) from None
 
 
 def _open_tensors(names: list[str]) -> list[Unproven]:
@@ -118,13 +134,7 @@ def _open_tensors(names: list[str]) -> list[Unproven]:
 
 def load_shrunk(specification: Specification, folder: Path) -> Package:
     """The shrunk package: model.py and weights.py by the same templates as the real ones, written and imported."""
-    shrunk = specification.shrunk
-    files = {
-        "model.py": model_py(shrunk),
-        "weights.py": weights_py(shrunk),
-        "spec.json": canonical_json(shrunk.model_dump(mode="json")),
-    }
-    write_files(folder, files)
+    write_files(folder, model_files(specification.shrunk))
     return load_package(folder)
 
 
@@ -168,8 +178,7 @@ def _with_real_weights(
     tell("L2: the real weights, float32")
     spec = specification.spec
     with tempfile.TemporaryDirectory() as folder:
-        files = {"model.py": model_py(spec), "weights.py": weights_py(spec)}
-        write_files(Path(folder), {**files, "spec.json": canonical_json(spec.model_dump(mode="json"))})
+        write_files(Path(folder), model_files(spec))
         error = real_weights_error(load_package(Path(folder)), checkpoint)
     if error is None:
         return rung.model_copy(update={"details": [*rung.details, "real weights: not compared, too large for memory"]})

@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.table import Table
 from typer.core import TyperGroup
 
-from dayzero.runtime.errors import InputError
+from dayzero.runtime.errors import InputError, RunFailed
 
 
 class _RunByDefault(TyperGroup):
@@ -41,6 +41,10 @@ Name = Annotated[str | None, typer.Option("--name", help="Name of the package; t
 Json = Annotated[bool, typer.Option("--json", help="One JSON object as the last line of the output")]
 Devices = Annotated[int, typer.Option("--devices", min=1, help="Devices that the plan is for")]
 Hbm = Annotated[float, typer.Option("--hbm", min=1, help="Memory of one device, GiB")]
+Trust = Annotated[
+    bool, typer.Option("--trust-remote-code", help="The reference is the checkpoint's own code, run in a sandbox")
+]
+Unsafe = Annotated[bool, typer.Option("--unsafe-no-sandbox", help="Run that code as yourself, without a sandbox")]
 
 
 class Verdict(Exception):
@@ -64,10 +68,12 @@ def run(
     name: Name = None,
     devices: Devices = 8,
     hbm: Hbm = 64.0,
+    trust: Trust = False,
+    unsafe: Unsafe = False,
     as_json: Json = False,
 ) -> None:
     """The whole way: ledger, proofs, plan, alignment, package and report."""
-    _run("run", checkpoint, out, name, devices, hbm, as_json, align=True)
+    _run("run", checkpoint, out, name, devices, hbm, as_json, trust, unsafe, align=True)
 
 
 @app.command()
@@ -77,14 +83,25 @@ def generate(
     name: Name = None,
     devices: Devices = 8,
     hbm: Hbm = 64.0,
+    trust: Trust = False,
+    unsafe: Unsafe = False,
     as_json: Json = False,
 ) -> None:
     """Proofs and package without the alignment ladder; `onboard align` climbs it later."""
-    _run("generate", checkpoint, out, name, devices, hbm, as_json, align=False)
+    _run("generate", checkpoint, out, name, devices, hbm, as_json, trust, unsafe, align=False)
 
 
 def _run(
-    command: str, checkpoint: Path, out: Path, name: str | None, devices: int, hbm: float, as_json: bool, align: bool
+    command: str,
+    checkpoint: Path,
+    out: Path,
+    name: str | None,
+    devices: int,
+    hbm: float,
+    as_json: bool,
+    trust: bool,
+    unsafe: bool,
+    align: bool,
 ) -> None:
     from dayzero.onboard.agent import Outcome, Run, execute
     from dayzero.onboard.install import refuse_foreign
@@ -92,7 +109,12 @@ def _run(
 
     request = Run(checkpoint, out, package_name(checkpoint, name), devices, hbm, align)
     refuse_foreign(request.target)
-    outcome = show(execute(request), Console(stderr=True))
+    events = execute(request)
+    if _confined(request.read(), trust, unsafe):
+        from dayzero.onboard.confined import execute_confined
+
+        events = execute_confined(request, unsafe)
+    outcome = show(events, Console(stderr=True))
     assert isinstance(outcome, Outcome)
     if outcome.unproven:
         _print_unproven(outcome.unproven)
@@ -109,6 +131,19 @@ def _run(
     _last_line(as_json, {"command": command, "ok": ok, "verdict": verdict, **result, **summary})
     if not ok:
         raise Verdict
+
+
+def _confined(checkpoint: Any, trust: bool, unsafe: bool) -> bool:
+    """Whether the checkpoint's own code is the reference, and so is to run in a sandbox."""
+    from dayzero.onboard import sandbox
+    from dayzero.onboard.remote_code import remote_code
+
+    if unsafe and not trust:
+        raise InputError("--unsafe-no-sandbox", expected="--trust-remote-code with it: without code there is no danger")
+    if not trust or remote_code(checkpoint.path, checkpoint.config) is None:
+        return False
+    sandbox.check(unsafe)
+    return True
 
 
 @app.command()
@@ -138,6 +173,8 @@ def plan(
     hbm: Hbm = 64.0,
     mode: Annotated[str, typer.Option("--mode", help="lora or full")] = "lora",
     tokens: Annotated[int, typer.Option("--tokens", min=1, help="Tokens of one device's batch")] = 4096,
+    trust: Trust = False,
+    unsafe: Unsafe = False,
     as_json: Json = False,
 ) -> None:
     """Mesh, memory and communication on a cluster of this size."""
@@ -146,7 +183,7 @@ def plan(
     if mode not in {"lora", "full"}:
         raise InputError("--mode", found=mode, expected="lora or full")
     made = make_plan(
-        _spec_of(source),
+        _spec_of(source, trust, unsafe),
         devices=devices,
         hbm_gib=hbm,
         mode="lora" if mode == "lora" else "full",
@@ -168,7 +205,7 @@ def plan(
         raise Verdict
 
 
-def _spec_of(source: Path) -> Any:
+def _spec_of(source: Path, trust: bool, unsafe: bool) -> Any:
     """The specification of a package, or of a checkpoint, proven now."""
     from dayzero.onboard.agent import specify_checkpoint
     from dayzero.onboard.checkpoint import read_checkpoint
@@ -178,8 +215,13 @@ def _spec_of(source: Path) -> Any:
         from dayzero.runtime.package import load_package
 
         return load_package(source).spec
+    checkpoint, name = read_checkpoint(source), package_name(source, None)
     try:
-        return specify_checkpoint(read_checkpoint(source), package_name(source, None), {}, lambda line: None)[0].spec
+        if _confined(checkpoint, trust, unsafe):
+            from dayzero.onboard.confined import specify_confined
+
+            return specify_confined(source, name, lambda line: None, unsafe)
+        return specify_checkpoint(checkpoint, name, {}, lambda line: None)[0].spec
     except NotProven as error:
         _print_unproven([vars(item) for item in error.unproven])
         raise Verdict from None
@@ -190,14 +232,24 @@ def align(
     package: PackageFolder,
     checkpoint: Annotated[Path | None, typer.Option("--checkpoint", help="Where the checkpoint is now")] = None,
     explain: Annotated[str | None, typer.Option("--explain", help="Show the candidates tried for a module")] = None,
+    trust: Trust = False,
+    unsafe: Unsafe = False,
     as_json: Json = False,
 ) -> None:
     """Proves a package again from its checkpoint, climbs the ladder, and rewrites its reports."""
+    from dayzero.onboard.checkpoint import read_checkpoint
     from dayzero.onboard.package import align_package
 
-    alignment, tried = align_package(
-        package, checkpoint, lambda line: Console(stderr=True).print(line, highlight=False)
-    )
+    def tell(line: str) -> None:
+        Console(stderr=True).print(line, highlight=False, markup=False)
+
+    source = checkpoint or package / "checkpoint"
+    if trust and source.is_dir() and _confined(read_checkpoint(source), trust, unsafe):
+        from dayzero.onboard.confined import align_confined
+
+        alignment, tried = align_confined(package, source, tell, unsafe)
+    else:
+        alignment, tried = align_package(package, checkpoint, tell)
     if explain is not None:
         _explain(tried, explain)
     _print_alignment(alignment, details=True)
@@ -317,6 +369,8 @@ def main() -> None:
         app()
     except InputError as error:
         _end(str(error), 2, as_json)
+    except RunFailed as error:
+        _end(str(error), error.code, as_json)
     except Verdict:
         sys.exit(1)
     except (KeyboardInterrupt, SystemExit) as error:  # typer turns the first into an exit with 130

@@ -91,11 +91,23 @@ def call(block: BlockSpec) -> str:
     signature = inspect.signature(nn.BLOCKS[block.block].__init__)
     defaults = {name: parameter.default for name, parameter in signature.parameters.items()}
     given = [
-        f"{name}={call(value) if isinstance(value, BlockSpec) else _lit(value)}"
+        f"{name}={_argument(block, name, value)}"
         for name, value in block.arguments.items()
-        if value != defaults.get(name, object())
+        if value != defaults.get(name, object()) and not (block.block == "Lifted" and value in ([], {}))
     ]
     return f"{_word(block.block)}({', '.join(given)})"
+
+
+def _argument(block: BlockSpec, name: str, value: Any) -> str:
+    if isinstance(value, BlockSpec):
+        return call(value)
+    if block.block == "Lifted" and name == "module":
+        if not re.fullmatch(r"[A-Za-z_]\w*", value, re.ASCII):
+            raise Unsafe(f"{value!r} is not the name of a class")
+        return f"lifted.{value}"
+    if block.block == "Lifted" and name == "replace":
+        return "{" + ", ".join(f"{_lit(path)}: {call(held)}" for path, held in value.items()) + "}"
+    return _lit(value)
 
 
 def proof_line(block: BlockSpec) -> str:
@@ -158,6 +170,17 @@ def model_py(spec: ModelSpec) -> str:
     return format_python(text)
 
 
+def model_files(spec: ModelSpec) -> dict[str, str]:
+    """File name -> content of what `build()` and the weights need: model.py, weights.py, spec.json, and lifted.py where
+    something is lifted."""
+    files = {
+        "model.py": model_py(spec),
+        "weights.py": weights_py(spec),
+        "spec.json": canonical_json(spec.model_dump(mode="json")),
+    }
+    return files | ({"lifted.py": format_python(spec.lifted)} if spec.lifted else {})
+
+
 def _kind_functions(spec: ModelSpec) -> list[str]:
     """A function name for every kind of layer, by its feed-forward part; numbered where two are alike."""
     routed = [any(block.block == "MixtureOfExperts" for block in kind.blocks.values()) for kind in spec.layer_kinds]
@@ -203,11 +226,9 @@ def render_package(
     operators = operator_calls(spec)
     package_test = environment().get_template("tests/test_package.py.j2")
     files = {
-        "model.py": model_py(spec),
-        "weights.py": weights_py(spec),
+        **model_files(spec),
         "plan.yaml": yaml.safe_dump(plan.model_dump(mode="json"), sort_keys=False, width=120),
         "train.yaml": render_yaml(train),
-        "spec.json": canonical_json(spec.model_dump(mode="json")),
         "ledger.json": canonical_json(ledger.model_dump(mode="json")),
         HASHES: canonical_json(hashes_as_data(alignment.hashes, [rule.build() for rule in spec.rules])),
         **_operator_files(operators),

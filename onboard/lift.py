@@ -25,14 +25,7 @@ from torch import nn
 
 from dayzero.onboard.cleaning import Known, clean
 from dayzero.runtime.nn import upstream
-
-# Modules of the standard library that arithmetic needs; what reads files, runs processes or opens sockets is not here.
-STANDARD = {
-    "abc", "bisect", "collections", "contextlib", "copy", "dataclasses", "enum", "functools", "inspect", "itertools",
-    "logging", "math", "numbers", "operator", "random", "string", "types", "typing", "warnings",
-}  # fmt: skip
-UPSTREAM = "dayzero.runtime.nn.upstream"
-_ROOTS = STANDARD | {"torch"}
+from dayzero.runtime.nn.lifted import IMPORTS, UPSTREAM
 
 
 class LiftError(Exception):
@@ -450,14 +443,14 @@ def may_follow(module: types.ModuleType, from_module: types.ModuleType) -> bool:
 def _import(source: _Source, name: str, value: Any) -> str | None:
     """The import that binds the name to what torch or the standard library have, None if they do not."""
     if isinstance(value, types.ModuleType):
-        if value.__name__.split(".")[0] not in _ROOTS:
+        if value.__name__.split(".")[0] not in IMPORTS:
             return None
         parent, _, last = value.__name__.rpartition(".")
         if name == last and parent:
             return f"from {parent} import {last}"
         return f"import {value.__name__}" + (f" as {name}" if name != value.__name__ else "")
     module, original = source.bound.get(name, ("", None))
-    if original is not None and module.split(".")[0] in _ROOTS:
+    if original is not None and module.split(".")[0] in IMPORTS:
         return f"from {module} import {original}" + (f" as {name}" if original != name else "")
     return None
 

@@ -1,5 +1,6 @@
 """ModelSpec: the whole model as data. Onboarding writes it as spec.json; the plan and the reports read it."""
 
+from collections.abc import Mapping
 from dataclasses import fields
 from typing import Any, Literal
 
@@ -7,6 +8,7 @@ from pydantic import Field, SerializerFunctionWrapHandler, model_serializer
 
 from dayzero.runtime import nn
 from dayzero.runtime.block_spec import BlockSpec, Proof
+from dayzero.runtime.nn.lifted import classes_of
 from dayzero.runtime.record import Record
 from dayzero.runtime.weights import NODES, Rule, Source
 
@@ -45,9 +47,9 @@ class LayerKind(Record):
         """Part name -> block."""
         return {part.name: part.block for part in self.parts}
 
-    def build(self) -> nn.DecoderLayer:
-        """The layer itself, parameters uninitialised."""
-        parts = {part.name: part.block.build() for part in self.parts}
+    def build(self, lifted: Mapping[str, type] | None = None) -> nn.DecoderLayer:
+        """The layer itself, parameters uninitialised. lifted: classes of the model's lifted source."""
+        parts = {part.name: part.block.build(lifted) for part in self.parts}
         return nn.DecoderLayer(parts, {part.name: part.reads for part in self.parts}, self.gives)
 
 
@@ -167,6 +169,7 @@ class ModelSpec(Record):
     rules: list[RuleSpec]
     initializer_range: float = 0.02
     max_positions: int | None = None
+    lifted: str = ""  # source text of the classes that `Lifted` blocks name: lifted.py
 
     @property
     def layer_count(self) -> int:
@@ -177,22 +180,27 @@ class ModelSpec(Record):
         return [self.layer_kinds[run.kind] for run in self.layers for _ in range(run.count)]
 
     def build(self) -> nn.CausalLM:
-        """The model that the generated model.py builds, straight from this data."""
+        """The model that the generated model.py builds, straight from this data. Executes its lifted source, if any."""
+        lifted = classes_of(self.lifted)
+
+        def built(block: BlockSpec | None) -> Any:
+            return None if block is None else block.build(lifted)
+
         return nn.CausalLM(
             vocabulary=self.vocabulary,
             hidden=self.hidden,
-            layers=[kind.build() for kind in self.kinds_in_order()],
-            norm=self.norm.build(),
-            rotaries=[rotary.build() for rotary in self.rotaries],
+            layers=[kind.build(lifted) for kind in self.kinds_in_order()],
+            norm=built(self.norm),
+            rotaries=[built(rotary) for rotary in self.rotaries],
             tied=self.tied,
             embed_scale=self.embed_scale,
-            embed_norm=self.embed_norm.build() if self.embed_norm is not None else None,
+            embed_norm=built(self.embed_norm),
             head_bias=self.head_bias,
             logit_scale=self.logit_scale,
             logit_softcap=self.logit_softcap,
             logit_rows=self.logit_rows,
             streams=self.streams,
-            merge=self.merge.build() if self.merge is not None else None,
+            merge=built(self.merge),
         )
 
     def blocks(self) -> list[BlockSpec]:

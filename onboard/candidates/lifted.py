@@ -208,7 +208,7 @@ def _tensor(value: Tensor, site: Site) -> Any:
     if plain.ndim == 1 and bool((plain == 1).all()):
         return {"ones": axes, "dtype": str(value.dtype).removeprefix("torch.")}
     for name, held in context.shared.items():
-        flat = held.flatten(1)
+        flat = held.reshape(held.shape[0], -1)
         if flat.numel() == plain.numel() and torch.equal(flat.to(plain.dtype), plain.reshape(flat.shape)):
             return {"shared": name, "axes": axes, "dtype": str(value.dtype).removeprefix("torch.")}
     return None

@@ -1,5 +1,6 @@
 """Layers that no block of ours stands for: the reference's own code, behind the interface that all blocks have."""
 
+import ast
 import contextlib
 import functools
 import hashlib
@@ -255,7 +256,8 @@ class _Document:
             ones = torch.ones(self.x.shape[0], dtype=getattr(torch, what["dtype"]), device=self.x.device)
             return self._shaped(ones, what["ones"])
         if "shared" in what:
-            held = self.context.shared[what["shared"]].flatten(1)
+            held = self.context.shared[what["shared"]]
+            held = held.flatten(1) if "d" in what["axes"] else held.flatten()
             return self._shaped(held.to(getattr(torch, what["dtype"])), what["axes"])
         if "table" in what:
             return self._table(what)
@@ -409,11 +411,40 @@ def _computed(module: nn.Module, construct: Callable[[], nn.Module]) -> _Compute
     return _Computed(names, construct) if names else None
 
 
+# What lifted source may import, by the first part of the name; of our own, `runtime.nn.upstream` alone.
+IMPORTS = {
+    "abc", "bisect", "collections", "contextlib", "copy", "dataclasses", "enum", "functools", "inspect", "itertools",
+    "logging", "math", "numbers", "operator", "random", "string", "torch", "types", "typing", "warnings",
+}  # fmt: skip
+UPSTREAM = "dayzero.runtime.nn.upstream"
+_REFUSED = {"__import__", "breakpoint", "compile", "eval", "exec", "globals", "input", "open"}
+
+
+def check_source(source: str) -> None:
+    """Raises ValueError for lifted source that imports, or calls by name, what no arithmetic needs.
+
+    This catches mistakes and makes review short. It confines nothing: lifted source is code, as trusted as where it
+    came from.
+    """
+    for node in ast.walk(ast.parse(source)):
+        names: list[str] = []
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            names = ["." * node.level + (node.module or "")]
+        for name in names:
+            if name != UPSTREAM and name.split(".")[0] not in IMPORTS:
+                raise ValueError(f"line {node.lineno} imports {name}")  # type: ignore[attr-defined]
+        if isinstance(node, ast.Name) and node.id in _REFUSED:
+            raise ValueError(f"line {node.lineno} uses {node.id}")
+
+
 @functools.lru_cache(maxsize=64)
 def classes_of(source: str) -> Mapping[str, type]:
-    """Name -> class of lifted source text, which is executed. {} for no text."""
+    """Name -> class of lifted source text, which is executed. {} for no text. Raises ValueError (`check_source`)."""
     if not source:
         return {}
+    check_source(source)
     name = f"dayzero_lifted_{hashlib.sha256(source.encode()).hexdigest()[:12]}"
     module = types.ModuleType(name)
     file = f"<{name}>"
