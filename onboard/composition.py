@@ -18,8 +18,8 @@ from dayzero.onboard.candidates.rotary import ProposedRotary, propose_rotaries
 from dayzero.onboard.discover import ModelParts, Undiscovered, discover
 from dayzero.onboard.handed import Table, handed_tables
 from dayzero.onboard.layer_wiring import Unit, layer_parts
-from dayzero.onboard.prove import Attempt, prove
-from dayzero.onboard.reference import state_of
+from dayzero.onboard.prove import Attempt, attempt, prove
+from dayzero.onboard.reference import state_of, text_config
 from dayzero.onboard.shrink import layer_signatures, part_signature
 from dayzero.onboard.stream_wiring import has_streams, stream_layer
 from dayzero.runtime.nn import BLOCKS
@@ -101,15 +101,27 @@ class Proven:
     logit_rows: Evidence | None
     merge: Attempt | None = None
 
+    @property
+    def claims(self) -> dict[str, Candidate]:
+        """Path -> what was proven for the module there."""
+        parts = self.parts
+        found = {parts.norm: self.norm.candidate}
+        for index, layer in enumerate(self.layers):
+            for part in layer.parts:
+                if part.path:
+                    found[f"{parts.layers}.{index}.{part.path}"] = part.attempt.candidate
+        return found
+
 
 class _Prover:
-    """Proves modules of one reference, each distinct one once."""
+    """Proves modules of one reference, each distinct one once. usual: path -> the claim to try before any search."""
 
     def __init__(
         self, reference: nn.Module, parts: ModelParts, generator: torch.Generator, tell: Callable[[str], None]
     ):
         self.calls, self.config = parts.calls, text_config(reference)
         self.generator, self.tell = generator, tell
+        self.usual: Mapping[str, Candidate] = {}
         self.attempts: dict[str, list[Attempt]] = {}
         self.known: dict[tuple, Attempt | None] = {}
         self.unproven: dict[str, Unproven] = {}
@@ -124,7 +136,10 @@ class _Prover:
                 site.call = replace(site.call, joined=True)
             attempts: list[Attempt] = []
             survivors: list[Attempt] = []
-            for role in roles:
+            if path in self.usual:
+                attempts = [attempt(self.usual[path], site, self.generator, thorough=True, gains=())]
+                survivors = [tried for tried in attempts if tried.proven]
+            for role in () if survivors else roles:
                 verdict = prove(role, site, self.generator)
                 attempts += verdict.attempts
                 survivors = survivors or verdict.survivors
@@ -141,24 +156,23 @@ class _Prover:
         return self.known[key]
 
 
-def text_config(model: nn.Module) -> Any:
-    """The config of the part that reads text."""
-    config = model.config
-    return config.get_text_config() if hasattr(config, "get_text_config") else config  # type: ignore[union-attr]
-
-
 def prove_model(
     reference: nn.Module,
     ids: torch.Tensor,
     generator: torch.Generator,
     tell: Callable[[str], None] = lambda line: None,
+    usual: Mapping[str, Candidate] | None = None,
 ) -> tuple[Proven, dict[str, list[Attempt]]]:
-    """Every distinct block of the reference, proven, and all attempts by module path. Raises NotProven."""
+    """Every distinct block of the reference, proven, and all attempts by module path. Raises NotProven.
+
+    usual: path -> a claim that held for a model like this one; it is tried before anything is searched for.
+    """
     try:
         parts = discover(reference, ids)
     except Undiscovered as error:
         raise NotProven([Unproven("structure", str(error))]) from None
     prover = _Prover(reference, parts, generator, tell)
+    prover.usual = usual or {}
     rotaries = _Rotaries(parts, prover.config)
     signatures = layer_signatures(reference)
     layers: list[ProvenLayer] = []
@@ -443,9 +457,9 @@ def load_reference(model: nn.Module, reference: nn.Module, proven: Proven) -> No
         for part in layer.parts:
             path = f"{parts.layers}.{index}.{part.path}".rstrip(".")
             places.append((f"layers.{index}.{part.unit.name}", path, part.attempt))
-    for ours, path, attempt in places:
+    for ours, path, held in places:
         prefix = path + "."
         inner = {name.removeprefix(prefix): value for name, value in theirs.items() if name.startswith(prefix)}
-        for name, value in attempt.candidate.values(inner).items():
+        for name, value in held.candidate.values(inner).items():
             values[f"{ours}.{name}"] = value
     model.load_state_dict(values, strict=True)

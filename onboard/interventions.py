@@ -19,15 +19,15 @@ from dayzero.onboard.composition import (
     load_reference,
     prove_model,
     specification_of,
-    text_config,
 )
 from dayzero.onboard.config_fields import IRRELEVANT, SIZES
 from dayzero.onboard.prove import TOLERANCE, relative_error
-from dayzero.onboard.reference import UnknownArchitecture, build, redraw, run
+from dayzero.onboard.reference import UnknownArchitecture, build, redraw, run, text_config
 from dayzero.runtime.errors import InputError
 from dayzero.runtime.spec import CheckpointId, Record
 
 Effect = Literal["none", "follows", "other block", "unexplained", "refused"]
+_SETTLED: set[Effect] = {"none", "follows", "other block"}
 
 _VARIED_SIZES = {
     "experts",
@@ -50,11 +50,11 @@ class Intervention(Record):
 
 
 def alternatives(name: str, value: Any) -> list[Any]:
-    """Other values worth trying for a field that holds `value`."""
+    """Other values worth trying for a field that holds `value`; of an integer the second if the first says nothing."""
     if isinstance(value, bool):
         return [not value]
     if isinstance(value, int):
-        return [value + 1]
+        return [value + 1, 2 * value] if value > 1 else [value + 1]
     if isinstance(value, float):
         return [value * 1.7 if value else 0.3]
     if value is None:
@@ -81,6 +81,7 @@ def varied_fields(config: Mapping[str, Any], reads: set[str]) -> Iterator[tuple[
 
 def intervene(
     small: Mapping[str, Any],
+    section: str,
     reads: set[str],
     dormant: set[str],
     proven: Proven,
@@ -89,17 +90,25 @@ def intervene(
     tell: Callable[[str], None] = lambda line: None,
 ) -> list[Intervention]:
     """Varies every field that the reference reads, and the dormant ones, which it knows but does not read at these
-    values, on the shrunk config `small`."""
+    values, on the shrunk config `small`. section: the nested config that describes the text decoder, "" for none."""
     base = _logits(small, ids)
     done: list[Intervention] = []
-    for name, value, other in varied_fields(small, reads | dormant):
+    fields = small[section] if section else small
+    for name, value, other in varied_fields(fields, reads | dormant):
+        before = [item for item in done if item.field == name]
+        if isinstance(value, int) and any(item.effect in _SETTLED for item in before):
+            continue
         tell(f"varying {name}")
         field = name.split(".")[0]
-        altered = {**small, field: other}
+        altered = {**fields, field: other}
+        altered = {**small, section: altered} if section else altered
         shown = other[name.split(".")[1]] if isinstance(other, dict) else other
         effect, detail, new_reads = _effect(altered, base, proven, ids, identity)
-        if effect == "refused" and any(d.field == name and d.effect != "refused" for d in done):
+        if effect == "refused" and any(item.effect != "refused" for item in before):
             continue
+        if effect in _SETTLED and isinstance(value, int):
+            # What another value said was no meaning of the field: experts that do not fall into groups, for one.
+            done = [item for item in done if item.field != name]
         done.append(
             Intervention(
                 field=name, value=value, altered=shown, effect=effect, detail=detail, reads=sorted(new_reads - reads)
@@ -132,7 +141,7 @@ def _effect(
     if _same_logits(model, proven, ids, logits, identity):
         return "follows", "", reads
     try:
-        again, _ = prove_model(model, ids, torch.Generator().manual_seed(2))
+        again, _ = prove_model(model, ids, torch.Generator().manual_seed(2), usual=proven.claims)
     except NotProven as error:
         return "unexplained", str(error)[:300], reads
     if _same_logits(model, again, ids, logits, identity):

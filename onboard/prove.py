@@ -6,7 +6,7 @@ execute the same operations with the same constants.
 """
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -104,8 +104,19 @@ def _bounded(candidates: list[Candidate]) -> Iterator[Candidate]:
             yield candidate
 
 
-def attempt(candidate: Candidate, site: Site, generator: torch.Generator, *, thorough: bool) -> Attempt:
-    """One candidate against the module. Not thorough: output on the captured input only, which costs little."""
+def attempt(
+    candidate: Candidate,
+    site: Site,
+    generator: torch.Generator,
+    *,
+    thorough: bool,
+    gains: Sequence[float] = _WEIGHT_GAINS,
+) -> Attempt:
+    """One candidate against the module. Not thorough: output on the captured input only, which costs little.
+
+    gains: of the weights that are redrawn for fresh inputs; fewer of them for a claim that was proven on a model like
+    this one.
+    """
     try:
         block = candidate.build(site.module, site.config).to(torch.float64)
     except (ValueError, TypeError, AttributeError, IndexError) as error:
@@ -118,15 +129,18 @@ def attempt(candidate: Candidate, site: Site, generator: torch.Generator, *, tho
     saved = {name: tensor.clone() for name, tensor in state_of(site.module).items()}
     worst, where = 0.0, "captured input"
     try:
-        for name, hidden, gain in _trials(site, generator):
+        for name, hidden, gain in _trials(site, generator, gains):
             if gain is not None:
                 redraw(site.module, generator, gain)
-            _load(block, candidate, site)
+            if _load(block, candidate, site):
+                return Attempt(candidate, float("inf"), name, "its parameters are not those of the module")
             for what, error in errors(site, candidate, block, hidden, generator).items():
                 if error > worst:
                     worst, where = error, f"{what}, {name}"
             if not worst <= TOLERANCE:
                 return Attempt(candidate, worst, where, f"{where} misses by {worst:.1e}")
+    except (RuntimeError, ValueError, IndexError) as error:
+        return Attempt(candidate, float("inf"), "a trial", f"does not run: {' '.join(str(error).split())[:120]}")
     finally:
         with torch.no_grad():
             for name, tensor in state_of(site.module).items():
@@ -149,10 +163,12 @@ def _without_lengths(site: Site, lines: list[str]) -> list[str]:
     return [line for line in lines if line not in lengths]
 
 
-def _trials(site: Site, generator: torch.Generator) -> Iterator[tuple[str, Tensor, float | None]]:
+def _trials(
+    site: Site, generator: torch.Generator, gains: Sequence[float]
+) -> Iterator[tuple[str, Tensor, float | None]]:
     """(name, hidden input, gain to redraw the weights with before, None to keep them)."""
     yield "captured input", site.call.hidden, None
-    for gain in _WEIGHT_GAINS:
+    for gain in gains:
         for position, scale in enumerate((*_INPUT_SCALES, *_beyond_limits(site))):
             hidden = torch.randn(site.call.hidden.shape, generator=generator, dtype=torch.float64) * scale
             yield f"input x{scale:g}, weights x{gain:g}", hidden, gain if position == 0 else None

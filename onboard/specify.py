@@ -13,6 +13,7 @@ import torch
 from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from dayzero.onboard.calls import Call
 from dayzero.onboard.candidates import Candidate
 from dayzero.onboard.composition import (
     NotProven,
@@ -20,14 +21,13 @@ from dayzero.onboard.composition import (
     load_reference,
     prove_model,
     specification_of,
-    text_config,
 )
 from dayzero.onboard.config_fields import IRRELEVANT, RENAMED
 from dayzero.onboard.interventions import Intervention, intervene
 from dayzero.onboard.on_disk import quantised_rules, with_prefix, with_shared, with_stored_copies
 from dayzero.onboard.prove import TOLERANCE, Attempt, relative_error
 from dayzero.onboard.real_sizes import sizes_between
-from dayzero.onboard.reference import UnknownArchitecture, build, on_disk, redraw, run
+from dayzero.onboard.reference import UnknownArchitecture, build, on_disk, redraw, run, text_config, text_prefix
 from dayzero.onboard.rules import NoRule, find_rules, full_rules, layer_templates
 from dayzero.onboard.shrink import SEQUENCE, NoSmallSizes, shrink_model
 from dayzero.runtime.errors import InputError
@@ -80,21 +80,25 @@ def specify(
     generator = torch.Generator().manual_seed(0)
     reference, reads, ids = _small_reference(small, generator)
     proven, attempts = prove_model(reference, ids, generator, tell)
-    reads = (reads | {stored_as(reference.config, name) for name in reads}) & small.keys()
-    unread = unread_fields(config, reads, reference.config)
+    section = text_prefix(reference.config).rstrip(".")
+    fields, text = (small[section], config[section]) if section else (small, config)
+    reads = (reads | {stored_as(text_config(reference), name) for name in reads}) & fields.keys()
+    unread = unread_fields(text, reads, text_config(reference))
     # A field of the class that is not read at these values may be read at others, or never: vary it to see.
-    dormant = {name for name in unread if name in declared_fields(reference.config)}
-    interventions = intervene(small, reads, dormant, proven, ids, identity, tell)
+    dormant = {name for name in unread if name in declared_fields(text_config(reference))}
+    interventions = intervene(small, section, reads, dormant, proven, ids, identity, tell)
     inert = {name for item in interventions for name in item.reads}
     inert |= {item.field for item in interventions if item.field in dormant and item.effect in {"none", "refused"}}
     unread = [name for name in unread if name not in inert]
-    shrunk = specification_of(reference, text_config(reference), proven, list(range(len(proven.layers))), identity, name)
+    shrunk = specification_of(
+        reference, text_config(reference), proven, list(range(len(proven.layers))), identity, name
+    )
     shrunk_model = shrunk.build().to(torch.float64)
     load_reference(shrunk_model, reference, proven)
     _prove_composition(shrunk_model, reference, ids)
     try:
-        stored = on_disk(reference)
-        found = find_rules(dict(shrunk_model.named_parameters()), with_shared(reference, stored))
+        stored = without_towers(reference, ids, proven.parts.calls, on_disk(reference))
+        found = find_rules(shrunk_model.state_dict(), with_shared(reference, stored))
         templates = layer_templates(found)
     except NoRule as error:
         raise NotProven([Unproven("weights", str(error))]) from None
@@ -103,7 +107,7 @@ def specify(
     try:
         spec = specification_of(full, text_config(full), proven, follows, identity, name)
         with torch.device("meta"):
-            shapes = {parameter: tuple(tensor.shape) for parameter, tensor in spec.build().named_parameters()}
+            shapes = {parameter: tuple(tensor.shape) for parameter, tensor in spec.build().state_dict().items()}
     except ValueError as error:
         found = " ".join(str(error).split())
         raise InputError("config.json", found=found, expected="sizes that the proven blocks can have") from None
@@ -121,6 +125,25 @@ def specify(
         unread=unread,
         interventions=interventions,
     )
+
+
+def without_towers(
+    reference: nn.Module, ids: torch.Tensor, calls: Mapping[str, Call], stored: dict[str, torch.Tensor]
+) -> dict[str, torch.Tensor]:
+    """`stored`, what transformers writes of the reference, but for the tensors of modules that do not run when it reads
+    text: vision and audio towers. They are written once more as NaN, to see under which names they stand."""
+    state = reference.state_dict()
+    parents = {path[:dot] for path in calls for dot in range(len(path)) if path[dot] == "."}
+    apart = {name for name in state if name.rpartition(".")[0] not in calls.keys() | parents}
+    with torch.enable_grad():
+        run(reference, ids).sum().backward()
+    used = {name for name, parameter in reference.named_parameters() if parameter.grad is not None}
+    reference.zero_grad()
+    idle = {name for name in apart - used if state[name].is_floating_point()}
+    if not idle:
+        return stored
+    marked = {name: torch.full_like(t, float("nan")) if name in idle else t for name, t in state.items()}
+    return {name: stored[name] for name, tensor in on_disk(reference, marked).items() if not tensor.isnan().any()}
 
 
 def _small_reference(small: Mapping[str, Any], generator: torch.Generator) -> tuple[nn.Module, set[str], torch.Tensor]:

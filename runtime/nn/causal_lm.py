@@ -1,6 +1,7 @@
 """A decoder-only language model put together from blocks."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
@@ -76,6 +77,8 @@ class CausalLM(nn.Module):
         if self.streams > 1:
             x = x[:, None].expand(-1, self.streams, -1)
         for layer in self.layers:
+            # Each has its own view of what earlier ones left: recomputed later, it finds what it found the first time.
+            context = replace(context, shared=dict(context.shared))
             x = layer(x, context)
         if self.merge is not None:
             x = self.merge(x)
