@@ -19,6 +19,7 @@ from dayzero.onboard.candidates.projections import (
     depthwise,
     equal_values,
     input_projections,
+    rows_per,
     shares,
     split_convolutions,
     vector,
@@ -164,14 +165,10 @@ def _with_details(
     if not conv_parameters:
         return
     heads = count(rate)
-    keys = shared["query"]
     arguments = {
         "hidden": size(f"{output}.weight", 0),
         "heads": heads,
-        "key_heads": Evidence(
-            f"rows of {keys.label} / key size",
-            lambda module, config: keys.count(module) // sizes.key_dim.resolve(module, config),
-        ),
+        "key_heads": rows_per(site, shared["query"], sizes.key_dim, "key size"),
         "key_dim": sizes.key_dim,
         "value_dim": size(norm.weight, 0),
         "conv_width": size(convolutions[0][0], 2),

@@ -8,7 +8,15 @@ import torch
 from dayzero.onboard.candidates.causes import causes, drivers
 from dayzero.onboard.candidates.evidence import Candidate, Evidence, Site, literal, present, size
 from dayzero.onboard.candidates.feed_forward import linear_calls
-from dayzero.onboard.candidates.projections import Projection, Share, below, equal_values, input_projections, shares
+from dayzero.onboard.candidates.projections import (
+    Projection,
+    Share,
+    below,
+    equal_values,
+    input_projections,
+    rows_per,
+    shares,
+)
 from dayzero.onboard.discover import Call
 from dayzero.runtime.weights import Source, Stored
 
@@ -107,10 +115,8 @@ def _candidate(
         parameters |= share.parameters(role)
 
     def each(role: str) -> Evidence:
-        return Evidence(
-            f"rows of {split[role].label} / heads",
-            lambda module, config: split[role].count(module) // heads.count(module),
-        )
+        count = Evidence("heads", lambda module, config: heads.count(module))
+        return rows_per(site, split[role], count, "heads")
 
     return [
         Candidate(

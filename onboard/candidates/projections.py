@@ -132,6 +132,18 @@ def shares(
                 yield mine | others
 
 
+def rows_per(site: Site, share: Share, each: Evidence, what: str) -> Evidence:
+    """How many times `each` goes into the rows of a share. Of a share that is only a part of a projection the shapes of
+    another model do not tell; there a number of the module or of the config says so, where one does."""
+    quotient = Evidence(
+        f"rows of {share.label} / {what}",
+        lambda module, config: share.count(module) // each.resolve(module, config),
+    )
+    if share.whole:
+        return quotient
+    return (site.explain(quotient.resolve(site.module, site.config)) or [quotient])[0]
+
+
 def depthwise(site: Site) -> list[tuple[str, int]]:
     """(name, channels) of the weights of depthwise convolutions, [C, 1, W]."""
     return [
