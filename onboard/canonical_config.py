@@ -4,10 +4,12 @@ A config.json may state a size under an older name, leave it to a default, or gi
 a list with one entry a layer. To shrink a config each size must stand in one place, and the lists must be there.
 """
 
+import copy
 from collections.abc import Mapping
 from typing import Any
 
 from dayzero.onboard.reference import load_config
+from dayzero.runtime.errors import InputError
 
 # What the library adds to every config it writes down.
 _NOISE = {"_name_or_path", "output_attentions", "transformers_version", "_attn_implementation"}
@@ -69,3 +71,54 @@ def _copy(source: Mapping[str, Any], target: dict[str, Any], path: tuple[str, ..
     for name in path[:-1]:
         source, target = source[name], target.setdefault(name, {})
     target[path[-1]] = source[path[-1]]
+
+
+def set_by(config: Mapping[str, Any], name: str) -> list[str]:
+    """Other fields that the class computes from this one when a config is loaded: those that change when it does.
+
+    A pattern that becomes a list with one entry a layer, or an older name of another field, is read by no module of the
+    model; what it sets is. `name` is dotted for a field of a nested part. A value that the class then refuses was read
+    too, and counts as setting the field itself.
+    """
+    part, last = _part(config, name)
+    if last not in part:
+        return []
+    before = load_config(config).to_dict()
+    for other in (*_others(part[last]), _ABSENT):
+        changed = copy.deepcopy(dict(config))
+        inner, _ = _part(changed, name)
+        if other is _ABSENT:
+            del inner[last]
+        else:
+            inner[last] = other
+        try:
+            after = load_config(changed).to_dict()
+        except (InputError, ValueError, TypeError, AttributeError, KeyError, IndexError):
+            if other is _ABSENT:
+                continue
+            return [name]
+        differing = {".".join(path) for path in [*_differences(before, after), *_differences(after, before)]} - {name}
+        if differing:
+            return sorted(differing)
+    return []
+
+
+_ABSENT = object()
+
+
+def _part(config: Mapping[str, Any], name: str) -> tuple[Any, str]:
+    *above, last = name.split(".")
+    for step in above:
+        config = config[step]
+    return config, last
+
+
+def _others(value: Any) -> list[Any]:
+    """Other values of the same kind."""
+    if isinstance(value, bool):
+        return [not value]
+    if type(value) in (int, float):
+        return [value + 1, max(1, value // 2)]
+    if isinstance(value, list) and len(set(map(str, value))) > 1:
+        return [value[::-1]]
+    return []

@@ -51,6 +51,7 @@ _IRRELEVANT: dict[str, str] = {
     "cross_attention_hidden_size tie_encoder_decoder pruned_heads",
     "classification heads": "problem_type id2label label2id finetuning_task task_specific_params",
     "an older spelling of dtype": "use_bfloat16",
+    "further-token layers; whether there are any is seen in the tensors": "num_nextn_predict_layers num_mtp_layers",
 }
 IRRELEVANT: dict[str, str] = {name: why for why, names in _IRRELEVANT.items() for name in names.split()}
 

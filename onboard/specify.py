@@ -15,6 +15,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from dayzero.onboard.calls import Call
 from dayzero.onboard.candidates import Candidate
+from dayzero.onboard.canonical_config import set_by
 from dayzero.onboard.composition import (
     NotProven,
     Unproven,
@@ -83,7 +84,8 @@ def specify(
     section = text_prefix(reference.config).rstrip(".")
     fields, text = (small[section], config[section]) if section else (small, config)
     reads = (reads | {stored_as(text_config(reference), name) for name in reads}) & fields.keys()
-    unread = unread_fields(text, reads, text_config(reference))
+    prefix = f"{section}." if section else ""
+    unread = [name for name in unread_fields(text, reads, text_config(reference)) if not set_by(config, prefix + name)]
     # A field of the class that is not read at these values may be read at others, or never: vary it to see.
     dormant = {name for name in unread if name in declared_fields(text_config(reference))}
     interventions = intervene(small, section, reads, dormant, proven, ids, identity, tell)

@@ -5,7 +5,7 @@ import onboarded
 import pytest
 import torch
 
-from dayzero.onboard.canonical_config import canonical
+from dayzero.onboard.canonical_config import canonical, set_by
 from dayzero.onboard.reference import build, load_config, redraw, run
 from dayzero.onboard.shrink import (
     SEQUENCE,
@@ -279,3 +279,13 @@ def test_rotary_sections_are_split_in_proportion(section, total, wanted):
     config = {"rope_parameters": {"mrope_section": section}}
     path = ("rope_parameters", "mrope_section")
     assert resized(config, {(path, sum(section)): total})["rope_parameters"]["mrope_section"] == wanted
+
+
+def test_fields_that_set_others_are_known_by_changing_them():
+    assert set_by(published("DeepSeek-V4-Flash"), "num_hash_layers") == ["mlp_layer_types"]
+    assert set_by(published("Nemotron-3-Nano-30B-A3B"), "hybrid_override_pattern") == ["layers_block_type"]
+    nested = set_by(published("gemma-4-26B-A4B"), "text_config.global_head_dim")
+    assert all(name.startswith("text_config.per_layer_config.") for name in nested)
+    assert len(nested) == 5
+    assert set_by(published("DeepSeek-V3"), "topk_method") == []  # says something that no module reads
+    assert set_by(config_of("mixtral"), "no_such_field") == []
