@@ -5,20 +5,42 @@ Beside each block stands the reference module that it was proven against, and by
 (relative, float64; outputs, input gradients and parameter gradients).
 """
 
-from dayzero.runtime.nn import CausalLM, DecoderLayer, GroupedQueryAttention, MixtureOfExperts, RMSNorm, Rotary
+from dayzero.runtime.nn import (
+    CausalLM,
+    DecoderLayer,
+    Experts,
+    GroupedQueryAttention,
+    MixtureOfExperts,
+    Normalise,
+    RMSNorm,
+    Rotary,
+    Router,
+)
 
 
 def routed_layer() -> DecoderLayer:
     """Layers 0-29."""
     return DecoderLayer(
-        # model.layers.{layer}.input_layernorm: proven, differs by less than 1e-12
-        mixer_norm=RMSNorm(width=576, eps=9.999999747378752e-06),
-        # model.layers.{layer}.self_attn: proven, differs by less than 1e-11
-        mixer=GroupedQueryAttention(hidden=576, heads=9, kv_heads=3, head_dim=64, scale=0.125),
-        # model.layers.{layer}.post_attention_layernorm: proven, differs by less than 1e-12
-        ffn_norm=RMSNorm(width=576, eps=9.999999747378752e-06),
-        # model.layers.{layer}.mlp: proven, differs by less than 1e-12
-        ffn=MixtureOfExperts(hidden=576, experts=4, top_k=2, width=1536, act="silu", renormalise=True),
+        parts={
+            # model.layers.{layer}.input_layernorm: proven, differs by less than 1e-12
+            "mixer_norm": RMSNorm(width=576, eps=9.999999747378752e-06),
+            # model.layers.{layer}.self_attn: proven, differs by less than 1e-12
+            "mixer": GroupedQueryAttention(hidden=576, heads=9, kv_heads=3, head_dim=64, scale=0.125),
+            # model.layers.{layer}.post_attention_layernorm: proven, differs by less than 1e-12
+            "ffn_norm": RMSNorm(width=576, eps=9.999999747378752e-06),
+            # model.layers.{layer}.mlp: proven, differs by less than 1e-12
+            "ffn": MixtureOfExperts(
+                router=Router(hidden=576, experts=4, top_k=2, normalise=Normalise()),
+                experts=Experts(experts=4, hidden=576, width=1536, act="silu"),
+            ),
+        },
+        reads={
+            "mixer_norm": "x",
+            "mixer": "mixer_norm",
+            "ffn_norm": "x + mixer",
+            "ffn": "ffn_norm",
+        },
+        gives="x + mixer + ffn",
     )
 
 
@@ -33,7 +55,9 @@ def build() -> CausalLM:
         layers=layers,
         # model.norm: proven, differs by less than 1e-12
         norm=RMSNorm(width=576, eps=9.999999747378752e-06),
-        # model.rotary_emb: proven, differs by less than 1e-12
-        rotary=Rotary(dim=64, theta=100000.0),
+        rotaries=[
+            # model.rotary_emb: proven, differs by less than 1e-12
+            Rotary(dim=64, theta=100000.0),
+        ],
         tied=True,
     )

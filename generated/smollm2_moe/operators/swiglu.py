@@ -9,8 +9,8 @@ import torch
 from dayzero.kernels.swiglu import swiglu
 from torch import Tensor
 
-# width of every gated activation
-SIZES = [{"width": 1536}]
+# width and limit of every gated activation
+SIZES = [{"width": 1536, "limit": None}]
 
 
 def inputs(size: dict, tokens: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
@@ -20,4 +20,4 @@ def inputs(size: dict, tokens: int, generator: torch.Generator) -> tuple[Tensor,
 
 
 def call(size: dict, gate: Tensor, up: Tensor) -> Tensor:
-    return swiglu(gate, up)
+    return swiglu(gate, up, size["limit"])
