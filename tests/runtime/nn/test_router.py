@@ -1,14 +1,13 @@
 """Every router against its formula written out token by token, and what must never change: selection is not weight."""
 
-import itertools
 import math
 
 import pytest
 import torch
 import torch.nn.functional as F
+from drawn import context_for, drawn
 
 from dayzero.runtime.nn import (
-    Context,
     GroupLimit,
     HandedRouting,
     HashRouter,
@@ -22,26 +21,8 @@ from dayzero.runtime.nn import (
     TopOneRouter,
 )
 from dayzero.runtime.nn.carried_router import STATE, CarriedRouter
-from dayzero.runtime.nn.context import positions_of
 
 HIDDEN, EXPERTS, TOP_K = 10, 8, 3
-
-
-def context_for(*lengths, ids=None, shared=None):
-    bounds = torch.tensor([0, *itertools.accumulate(lengths)])
-    return Context(bounds, tuple(lengths), positions_of(tuple(lengths), bounds.device), (), ids, dict(shared or {}))
-
-
-def drawn(block, seed=0, bias=0.3):
-    """The block with random parameters and buffers, in float64."""
-    generator = torch.Generator().manual_seed(seed)
-    block = block.to(torch.float64)
-    with torch.no_grad():
-        for name, tensor in block.state_dict().items():
-            if tensor.is_floating_point():
-                size = bias if "bias" in name else 1.0
-                tensor.copy_(torch.randn(tensor.shape, generator=generator, dtype=torch.float64) * size)
-    return block
 
 
 def inputs(tokens=12, seed=1):
