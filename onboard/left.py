@@ -54,7 +54,7 @@ def handed_state(call: Call) -> Tensor | None:
 
 def handed_index(call: Call) -> Tensor | None:
     """[T, 1, K] int64, from an integer argument [B, S, K] with places of tokens; None without one."""
-    if call.hidden.ndim != 3:
+    if call.hidden.ndim not in {3, 4}:  # one stream or several
         return None
     batch, length = call.hidden.shape[:2]
     for value in [*call.args, *call.kwargs.values()]:

@@ -70,6 +70,7 @@ def lifted_candidates(site: Site, replace: Mapping[str, Candidate]) -> list[Cand
     cls = classes_of(merge([made]))[made.name]
     if constructed_with(site.module) is None:
         raise LiftError(f"how {type(site.module).__name__} was constructed is not known")
+    _check_members(site.module, cls)
     named, others = _handed(site, cls)
     reads = _Reads(cls, made)
     parameters = _parameters(site.module, replace)
@@ -101,6 +102,20 @@ def lifted_candidates(site: Site, replace: Mapping[str, Candidate]) -> list[Cand
     except ValueError as error:
         raise LiftError(str(error)) from None
     return found
+
+
+def _check_members(module: nn.Module, cls: type[nn.Module]) -> None:
+    """Raises LiftError where the module holds a tensor that its constructor does not make."""
+    with torch.device("meta"):
+        try:
+            made = cls(**(constructed_with(module) or {}))
+        except Exception as error:  # whatever copied code raises
+            said = " ".join(str(error).split())[:200]
+            raise LiftError(f"{cls.__name__} cannot be constructed ({type(error).__name__}: {said})") from None
+    ours = {name for name, _ in (*made.named_parameters(), *made.named_buffers())}
+    theirs = [name for name, _ in (*module.named_parameters(), *module.named_buffers())]
+    if missing := [name for name in theirs if name not in ours and "." not in name]:
+        raise LiftError(f"{cls.__name__} is given {missing[0]} by another class")
 
 
 def _parameters(module: nn.Module, replace: Mapping[str, Candidate]) -> dict[str, Any]:
@@ -316,8 +331,14 @@ def _mask(value: Tensor, site: Site) -> Any:
             return None
         visible, made["mask"] = row == 0, "added"
     else:
+        place = torch.arange(length)
+        for sign in (1, -1):
+            if value.dtype == torch.int64 and torch.equal(row, sign * (place[:, None] - place)):
+                return {"distance": sign, "axes": made["axes"]}
+        if value.dtype != torch.bool and not bool(((row == 0) | (row == 1)).all()):
+            return None
         visible = row.bool()
-        made["mask"] = "visible"
+        made["mask"], made["dtype"] = "visible", str(value.dtype).removeprefix("torch.")
         if bool(visible[0, 0].logical_not()):
             visible, made["mask"] = ~visible, "hidden"
     place = torch.arange(length)

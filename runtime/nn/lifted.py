@@ -232,7 +232,7 @@ class _Document:
         {"table": number, "part": "pair" | "cos" | "sin" | "complex", "style": "half" | "interleaved" | "once",
         "axes": axes}; {"shared": name, "axes": axes, "dtype": name};
         {"mask": "added" | "visible" | "hidden", "window": tokens or None, "chunk": tokens or None, "full": bool,
-        "axes": axes}.
+        "axes": axes, "dtype": name}; {"distance": 1 or -1, "axes": axes} how far each token is from each other.
         axes: one letter a dimension: b documents, s tokens, t tokens seen, d what is left, a digit for that many
         copies.
         """
@@ -263,6 +263,9 @@ class _Document:
             return self._table(what)
         if "mask" in what:
             return self._mask(what)
+        if "distance" in what:
+            place = torch.arange(self.length, device=self.x.device)
+            return self._repeated(what["distance"] * (place[:, None] - place), what["axes"])
         raise ValueError(f"no argument is made of {what!r}")
 
     def _shaped(self, tokens: Tensor, axes: str) -> Tensor:
@@ -303,16 +306,20 @@ class _Document:
                 torch.arange(len(self.lengths), device=self.x.device), torch.tensor(self.lengths, device=self.x.device)
             )
             visible = visible & (document[:, None] == document)
-        made = visible
-        if what["mask"] == "hidden":
-            made = ~visible
-        elif what["mask"] == "added":
+        made = ~visible if what["mask"] == "hidden" else visible
+        if what["mask"] == "added":
             made = torch.zeros(visible.shape, dtype=self.x.dtype, device=self.x.device)
             made = made.masked_fill(~visible, torch.finfo(self.x.dtype).min)
-        for place_, axis in enumerate(what["axes"]):
+        else:
+            made = made.to(getattr(torch, what.get("dtype", "bool")))
+        return self._repeated(made, what["axes"])
+
+    def _repeated(self, made: Tensor, axes: str) -> Tensor:
+        """[S, S] with the dimensions before it that `axes` names."""
+        for place, axis in enumerate(axes):
             if axis not in "st":
                 size = self.batch if axis == "b" else int(axis)
-                made = made.unsqueeze(place_).expand(*made.shape[:place_], size, *made.shape[place_:])
+                made = made.unsqueeze(place).expand(*made.shape[:place], size, *made.shape[place:])
         return made
 
     def flatten(self, made: Tensor) -> Tensor:
