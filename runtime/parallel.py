@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from dayzero.runtime.errors import InputError
 from dayzero.runtime.nn import CausalLM, Experts, MixtureOfExperts
+from dayzero.runtime.nn.expert_parallel import Exchange
 
 
 @dataclass(frozen=True)
@@ -102,7 +103,7 @@ def parallelise(model: CausalLM, meshes: Meshes, compute: torch.dtype | None = N
         if isinstance(module, MixtureOfExperts):
             split_experts(module.experts, ep)
             if ep.size() > 1:
-                module.expert_group = ep.get_group()
+                module.exchange = Exchange(ep.get_group(), dtype=compute)
     for layer in model.layers:
         for module in layer.modules():
             if isinstance(module, Experts):

@@ -12,7 +12,6 @@ from dayzero.onboard.candidates.expert_banks import Bank, Matrix
 from dayzero.onboard.candidates.gates import activation_arguments, gate_arguments
 from dayzero.onboard.candidates.nesting import Inner
 from dayzero.runtime.nn.experts import Experts
-from dayzero.runtime.nn.permutation import combine, expert_order, permute
 from dayzero.runtime.weights import Concat, Deinterleave, Part, Source, Transpose
 
 
@@ -137,8 +136,10 @@ def _sizes(bank: Bank, matrix: Matrix, down: Source) -> tuple[Evidence, Evidence
 
 def run_experts(block: Experts, x: Tensor, index: Tensor, weights: Tensor) -> Tensor:
     """[T, hidden]: what the container's copies give, weighed and summed; classes without an expert give nothing."""
-    classes = max(block.experts, int(index.max()) + 1)
-    order, inverse, counts = expert_order(index, classes)
+    flat = index.flatten()
+    order = torch.argsort(flat, stable=True)
+    order = order[flat[order] < block.experts]
+    token = order // index.shape[1]
     with torch.no_grad():
-        results = block(permute(x, order, inverse, index.shape[1]), counts[: block.experts])
-    return combine(results, order, inverse, weights)
+        results = block(x[token], torch.bincount(flat[order], minlength=block.experts))
+    return torch.zeros_like(x).index_add(0, token, results * weights.flatten()[order, None])

@@ -1,53 +1,164 @@
-"""Expert parallelism: token copies travel to the rank that holds their expert, and their results travel back."""
+"""Expert parallelism: tokens travel to the ranks that hold their experts, and what those make of them travels back.
 
-from collections.abc import Callable
+A token goes to a rank once, however many of its experts are there, and the rank sends one sum back: with 16 experts a
+token on 4 ranks that is a quarter of the copies. Weights are therefore applied where the experts are.
+Counts go first, so that every rank knows what it will get. Tokens go in parts: while one part is computed, the next
+arrives and the one before returns. The backward pass does the same in reverse (see `exchange`).
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Literal
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from .permutation import permute
+from .dispatch import Rows, every_row, local_slots, pack, rows_by_rank, unpack
+from .exchange import AllGather, AllToAll, Flight, Move, Waiting, land, leave
+from .permutation import Compute, Copies, collect, sorted_copies, through_experts
+
+Dispatcher = Literal["alltoall", "allgather"]
 
 
-class _AllToAll(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x, receive, send, group):
-        ctx.receive, ctx.send, ctx.group = receive, send, group
-        out = x.new_empty(sum(receive), *x.shape[1:])
-        dist.all_to_all_single(out, x.contiguous(), receive, send, group=group)
-        return out
+@dataclass
+class Exchange:
+    """The ranks that share the experts of a layer, and how tokens get to them.
 
-    @staticmethod
-    def backward(ctx, grad):
-        out = grad.new_empty(sum(ctx.send), *grad.shape[1:])
-        dist.all_to_all_single(out, grad.contiguous(), ctx.send, ctx.receive, group=ctx.group)
-        return out, None, None, None
-
-
-def exchange_experts(
-    experts: Callable[[Tensor, Tensor], Tensor], x: Tensor, counts: Tensor, group: ProcessGroup
-) -> Tensor:
-    """experts(x, counts) where rank r of `group` holds experts r*E/R .. (r+1)*E/R.
-
-    x: [M, H] sorted by global expert, counts: [E] rows of each; returns [M, H] in the same order.
-    `experts` is called on every rank even with no rows: its collectives need all ranks.
-    Raises ValueError if the experts do not divide evenly over the group.
+    Rank r of `group` holds experts r*E/R .. (r+1)*E/R - 1. dispatcher: alltoall sends a token where it is needed;
+    allgather sends every token everywhere, which is less work for few ranks and many experts a token.
+    parts: in how many tokens travel. dtype: of the experts' inputs where that is not the layer's.
     """
-    ranks = dist.get_world_size(group)
-    if counts.numel() % ranks:
-        raise ValueError(f"{counts.numel()} experts do not divide over {ranks} expert-parallel ranks")
-    received = torch.empty_like(counts)
-    dist.all_to_all_single(received, counts, group=group)
-    received = received.view(ranks, -1)
-    send, receive = counts.view(ranks, -1).sum(1).tolist(), received.sum(1).tolist()
 
-    x = _AllToAll.apply(x, receive, send, group)
-    # Rows arrive by source rank, then expert; the experts want them by expert, then source rank.
-    local_expert = torch.arange(received.shape[1], device=x.device).repeat(ranks)
-    expert_of_row = local_expert.repeat_interleave(received.flatten())
-    order = torch.argsort(expert_of_row, stable=True)
-    inverse = torch.empty_like(order)
-    inverse[order] = torch.arange(order.numel(), device=order.device)
-    y = experts(permute(x, order, inverse, 1), received.sum(0))
-    return _AllToAll.apply(permute(y, inverse, order, 1), send, receive, group)
+    group: ProcessGroup
+    dispatcher: Dispatcher = "alltoall"
+    parts: int = 1
+    dtype: torch.dtype | None = None
+    waiting: Waiting = field(default_factory=Waiting)
+
+    def depart(self, x: Tensor, weights: Tensor, index: Tensor, experts: int) -> "Journey":
+        """Sends x [T, H] off. index [T, K] int64, E and more for no expert; weights: [T, K]; experts: E.
+
+        Every rank takes part, tokens or not. Raises ValueError if the experts do not divide evenly over the group.
+        """
+        ranks = self.group.size()
+        if experts % ranks:
+            raise ValueError(f"{experts} experts do not divide over {ranks} expert-parallel ranks")
+        x = x.to(self.dtype or x.dtype)
+        slots = experts // ranks
+        bounds = [x.shape[0] * part // self.parts for part in range(self.parts + 1)]
+        cuts = [slice(*bounds[part : part + 2]) for part in range(self.parts)]
+        make = self._everywhere if self.dispatcher == "allgather" else self._where_needed
+        plans = make([index[cut] for cut in cuts], slots)
+        weights = weights.to(x.dtype)
+        return Journey([plan.depart(x[cut], weights[cut], self.waiting) for plan, cut in zip(plans, cuts, strict=True)])
+
+    def _where_needed(self, parts: Sequence[Tensor], slots: int) -> list["Plan"]:
+        ranks = self.group.size()
+        rows = [rows_by_rank(slot, slots, ranks) for slot in parts]
+        # To each rank, of each part: how many rows, and how many copies for each of its experts.
+        sent = torch.stack([_counts(slot, each, slots, ranks) for slot, each in zip(parts, rows, strict=True)], 1)
+        received = torch.empty_like(sent)
+        dist.all_to_all_single(received, sent, group=self.group)
+        known = torch.stack((sent[..., 0], received[..., 0], received[..., 1:].sum(-1))).tolist()  # the one wait
+        plans = []
+        for part, (slot, each) in enumerate(zip(parts, rows, strict=True)):
+            send, receive, copies = ([of_rank[part] for of_rank in kind] for kind in known)
+            move = AllToAll(send, receive, self.group)
+            aimed = local_slots(slot.index_select(0, each.token), each.rank, slots)
+            plans.append(Plan(each, aimed, move, slots, sum(copies), received[:, part, 1:].sum(0)))
+        return plans
+
+    def _everywhere(self, parts: Sequence[Tensor], slots: int) -> list["Plan"]:
+        ranks, own = self.group.size(), self.group.rank()
+        counts = [torch.bincount(slot.flatten(), minlength=ranks * slots)[: ranks * slots] for slot in parts]
+        tokens = counts[0].new_tensor([slot.shape[0] for slot in parts])
+        mine = torch.cat((tokens.unsqueeze(1), torch.stack(counts)), 1)
+        every = mine.new_empty(ranks, *mine.shape)
+        dist.all_gather_into_tensor(every, mine, group=self.group)
+        local = every[:, :, 1 + own * slots : 1 + (own + 1) * slots].sum(0)
+        heights, totals = torch.stack((every[..., 0].amax(0), local.sum(1))).tolist()
+        move = AllGather(self.group)
+        return [
+            Plan(every_row(slot, height), slot, move, slots, total, local[part], own)
+            for part, (slot, height, total) in enumerate(zip(parts, heights, totals, strict=True))
+        ]
+
+
+def _counts(slot: Tensor, rows: Rows, slots: int, ranks: int) -> Tensor:
+    """[R, 1 + slots]: rows to each rank, and copies for each of its slots."""
+    copies = torch.bincount(slot.flatten(), minlength=ranks * slots)[: ranks * slots]
+    return torch.cat((torch.bincount(rows.rank, minlength=ranks).unsqueeze(1), copies.view(ranks, slots)), 1)
+
+
+@dataclass
+class Plan:
+    """One part of the tokens. slot [N, K]: of each row sent, among the receiver's, or among those of all ranks where
+    `own`, this rank's number, is to sort them out on arrival. total, counts: copies that this rank will get."""
+
+    rows: Rows
+    slot: Tensor
+    move: Move
+    slots: int
+    total: int
+    counts: Tensor
+    own: int | None = None
+
+    def depart(self, x: Tensor, weights: Tensor, waiting: Waiting) -> "Parcel":
+        there, home = Flight(self.move, waiting), Flight(self.move.reverse(), waiting)
+        return Parcel(
+            self, x.shape[0], weights.shape[1], there, home, leave(pack(x, weights, self.slot, self.rows), there)
+        )
+
+
+@dataclass
+class Parcel:
+    """A part that is under way: `travelling`, not to be read before it has landed."""
+
+    plan: Plan
+    tokens: int
+    choices: int
+    there: Flight
+    home: Flight
+    travelling: Tensor
+
+    def compute(self, travelling: Tensor, through: Callable[[Tensor, Tensor, Copies], Tensor]) -> Tensor:
+        """What goes home: one sum for each row."""
+        plan = self.plan
+        x, weights, slot = unpack(land(travelling, self.there), self.choices)
+        if plan.own is not None:
+            slot = local_slots(slot, plan.own, plan.slots)
+        copies = sorted_copies(slot, plan.slots, plan.total)._replace(counts=plan.counts)
+        return leave(through(x, weights, copies), self.home)
+
+    def arrive(self, travelling: Tensor) -> Tensor:
+        """[tokens, H]: the sums of all ranks, summed."""
+        back = land(travelling, self.home)
+        token = self.plan.rows.token
+        if self.plan.own is not None:
+            return back[: self.tokens]
+        return collect(back, token, self.tokens)
+
+
+class Journey:
+    """Tokens on their way to the experts and back."""
+
+    def __init__(self, parcels: list[Parcel]):
+        self.parcels = parcels
+
+    def take(self) -> list[Tensor]:
+        """What travels, for the one who computes: an argument of the experts' module, so that FSDP sees it."""
+        return [parcel.travelling for parcel in self.parcels]
+
+    def compute(self, experts: Compute, travelling: list[Tensor], **how) -> list[Tensor]:
+        """The experts, part by part. how: `weigh` and `norm` of `through_experts`."""
+        done = []
+        for parcel, part in zip(self.parcels, travelling, strict=True):
+            done.append(parcel.compute(part, lambda *rows: through_experts(experts, *rows, **how)))
+        return done
+
+    def arrive(self, travelling: list[Tensor]) -> Tensor:
+        """[T, H], in the order in which tokens departed."""
+        home = [parcel.arrive(part) for parcel, part in zip(self.parcels, travelling, strict=True)]
+        return home[0] if len(home) == 1 else torch.cat(home)

@@ -1,6 +1,7 @@
 """One container for the routed experts of a layer, whatever their number and form."""
 
-from typing import ClassVar
+from collections.abc import Callable
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -11,6 +12,7 @@ from dayzero.kernels.grouped_gemm import grouped_gemm
 
 from .activation import activation
 from .gated_activation import Gate, gated
+from .permutation import Compute
 
 
 class Experts(nn.Module):
@@ -20,6 +22,8 @@ class Experts(nn.Module):
     [E, F]) and [E, H].
 
     forward(x, counts): x [M, H] sorted by expert, counts [E] int64 rows of each -> [M, H], zero behind the last.
+    Rows that come in parts are computed within one call, so that the parameters are gathered once and their gradients
+    reduced once: forward(parts, None, through) is through(experts, parts), where experts(x, counts) is the above.
     Under expert parallelism the parameters are DTensors sharded on E, and counts are those of the local experts.
     """
 
@@ -46,7 +50,10 @@ class Experts(nn.Module):
             else:
                 nn.init.normal_(parameter, std=std)
 
-    def forward(self, x: Tensor, counts: Tensor) -> Tensor:
+    def forward(self, x: Any, counts: Any, through: Callable[[Compute, Any], Any] | None = None) -> Any:
+        return self._computed(x, counts) if through is None else through(self._computed, x)
+
+    def _computed(self, x: Tensor, counts: Tensor) -> Tensor:
         inner = _product(x, self.gate_up if self.is_gated else self.up, self.in_bias, counts)
         if self.is_gated:
             gate, up = inner.chunk(2, -1)

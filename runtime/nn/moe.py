@@ -1,19 +1,19 @@
 """A routed mixture of experts: route, permute, (exchange,) compute, combine; and what stands around the experts."""
 
+from functools import partial
 from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor, nn
-from torch.distributed import ProcessGroup
 
 from .context import Context
-from .expert_parallel import exchange_experts
+from .expert_parallel import Exchange
 from .experts import Experts
 from .feed_forward import FeedForward, GatedFeedForward
 from .layer_norm import LayerNorm
 from .linear import reset_linear
 from .norm import RMSNorm, ScaledFirstRMSNorm
-from .permutation import combine, expert_order, permute
+from .permutation import Weigh, sorted_copies, through_experts
 from .router import Routing
 
 Norm = RMSNorm | ScaledFirstRMSNorm | LayerNorm
@@ -29,8 +29,8 @@ class MixtureOfExperts(nn.Module):
         result = output_norm(y)           y / 2 where `average`: the mean of what is routed and what is shared
 
     spare: what the classes of the router beyond the experts give: nothing ("zero"), or their input ("identity").
-    `expert_group` is set by parallelisation: the ranks that share the experts, None when each rank has them all.
-    `expert_counts` [E] int64 holds the token copies per expert of the last forward pass on this rank.
+    `exchange` is set by parallelisation: the ranks that share the experts, None when each rank has them all.
+    `expert_counts` [E] int64 holds the copies of this rank's tokens per expert, of the last forward pass.
     """
 
     lora_targets = ("into", "out_of")
@@ -43,7 +43,7 @@ class MixtureOfExperts(nn.Module):
         shared: GatedFeedForward | FeedForward | None = None,
         shared_gate: bool = False,
         average: bool = False,
-        weigh: Literal["output", "input"] = "output",
+        weigh: Weigh = "output",
         spare: Literal["zero", "identity"] = "zero",
         hidden: int | None = None,
         latent_bias: bool = False,
@@ -66,7 +66,7 @@ class MixtureOfExperts(nn.Module):
         self.out_of = nn.Linear(width, stream, bias=latent_bias) if hidden is not None else None
         self.gate = nn.Linear(stream, 1, bias=False) if shared_gate else None
         self.bias = nn.Parameter(torch.empty(stream)) if bias else None
-        self.expert_group: ProcessGroup | None = None
+        self.exchange: Exchange | None = None
         self.expert_counts: Tensor | None = None
 
     @property
@@ -83,18 +83,33 @@ class MixtureOfExperts(nn.Module):
 
     def forward(self, x: Tensor, context: Context | None = None) -> Tensor:
         weights, index = self.router(x, context)
+        weights, shared_weights = weights[:, : index.shape[1]], weights[:, index.shape[1] :]
         z = x if self.into is None else self.into(x)
         if self.latent_norm is not None:
             z = self.latent_norm(z)
-        y = self._routed(z, weights[:, : index.shape[1]], index)
+        count = self.experts.experts
+        self.expert_counts = torch.bincount(index.flatten(), minlength=self.router.experts)[:count]
+
+        # Tokens travel while the shared experts compute.
+        journey = self.exchange.depart(z, weights, index, count) if self.exchange is not None else None
+        shared = None if self.shared is None else self._shared(x, shared_weights)
+        how = {"weigh": self.weigh, "norm": self.expert_norm}
+        if journey is not None:
+            y = journey.arrive(self.experts(journey.take(), None, partial(journey.compute, **how)))
+        else:
+            total = index.numel() if self.router.experts == count else None
+            y = through_experts(self.experts, z, weights, sorted_copies(index, count, total), **how)
+        if self.spare == "identity":
+            y = y + z * (weights * (index >= count)).sum(-1, keepdim=True).to(z.dtype)
+
         if self.routed_norm is not None:
             y = self.routed_norm(y)
         if self.out_of is not None:
             y = self.out_of(y)
         if self.bias is not None:
             y = y + self.bias
-        if self.shared is not None:
-            y = y + self._shared(x, weights[:, index.shape[1] :])
+        if shared is not None:
+            y = y + shared
         if self.average:
             y = y / 2
         return y if self.output_norm is None else self.output_norm(y)
@@ -103,30 +118,3 @@ class MixtureOfExperts(nn.Module):
         assert self.shared is not None
         y = self.shared(x, weights) if weights.shape[1] else self.shared(x)
         return y if self.gate is None else torch.sigmoid(self.gate(x)) * y
-
-    def _routed(self, x: Tensor, weights: Tensor, index: Tensor) -> Tensor:
-        """[T, width of the experts]: every copy through its expert, back in token order, weighed and summed."""
-        order, inverse, counts = expert_order(index, self.router.experts)
-        counts = counts[: self.experts.experts]
-        self.expert_counts = counts
-        copies = permute(x, order, inverse, index.shape[1])
-        if self.weigh == "input":
-            copies = copies * weights.flatten()[order].unsqueeze(-1).to(copies.dtype)
-            weights = torch.ones_like(weights)
-        results = self._computed(copies, counts)
-        if self.expert_norm is not None:
-            results = self.expert_norm(results)
-        if self.spare == "identity":
-            beyond = (index.flatten()[order] >= self.experts.experts).unsqueeze(-1)
-            results = torch.where(beyond, copies, results)
-        return combine(results, order, inverse, weights)
-
-    def _computed(self, copies: Tensor, counts: Tensor) -> Tensor:
-        """The experts' outputs; zero for copies of spare classes, which are sorted behind all others."""
-        if self.expert_group is None:
-            return self.experts(copies, counts)
-        if self.router.experts == self.experts.experts:
-            return exchange_experts(self.experts, copies, counts, self.expert_group)
-        mine = int(counts.sum())
-        sent = exchange_experts(self.experts, copies[:mine], counts, self.expert_group)
-        return torch.cat((sent, copies.new_zeros(copies.shape[0] - mine, sent.shape[1])))
