@@ -39,6 +39,10 @@ class Known(Protocol):
         """Whether it is a decorator that computes nothing."""
         ...
 
+    def is_module(self, name: str) -> bool:
+        """Whether it is a class of modules, whose forward is all that is called from outside."""
+        ...
+
     def is_logger(self, name: str) -> bool: ...
 
     def installed(self, name: str) -> bool | None:
@@ -60,13 +64,14 @@ def clean(
     that are set to None where they are made. name: the new name of the class, if it gets one.
     """
     module = cst.parse_module(text)
+    original = next((line.name.value for line in module.body if isinstance(line, cst.ClassDef)), "")
     module = module.visit(_Surface(known))
     module = _fold_functions(module, known)
     if replaced:
         module = module.visit(_Replace(frozenset(replaced)))
     if name is not None:
         module = module.visit(_Rename(name))
-    module = _without_idle_members(module, called)
+    module = _without_idle_members(module, called, known, original)
     return module.code
 
 
@@ -410,18 +415,14 @@ class _Rename(cst.CSTTransformer):
         return updated_node.with_changes(value=self.name) if updated_node.value == self.old else updated_node
 
 
-def _without_idle_members(module: cst.Module, called: Collection[str]) -> cst.Module:
+def _without_idle_members(module: cst.Module, called: Collection[str], known: Known, original: str) -> cst.Module:
     """Class members that nothing reads are left out: methods of generation, flags of the library."""
     body: list[Any] = []
     for statement in module.body:
-        if isinstance(statement, cst.ClassDef) and not _is_record(statement):
+        if isinstance(statement, cst.ClassDef) and known.is_module(original):
             statement = _trimmed(statement, called)
         body.append(statement)
     return module.with_changes(body=body)
-
-
-def _is_record(statement: cst.ClassDef) -> bool:
-    return any("dataclass" in cst.Module([]).code_for_node(d.decorator) for d in statement.decorators)
 
 
 def _trimmed(statement: cst.ClassDef, called: Collection[str]) -> cst.ClassDef:

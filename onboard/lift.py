@@ -402,6 +402,10 @@ class _Names(Known):
         # Lifted code runs where torch is, and perhaps nothing else.
         return name == "is_torch_available"
 
+    def is_module(self, name: str) -> bool:
+        value = self.value(name)
+        return isinstance(value, type) and issubclass(value, nn.Module)
+
     def is_logger(self, name: str) -> bool:
         return isinstance(self.value(name), logging.Logger)
 

@@ -23,9 +23,11 @@ from dayzero.runtime.weights import Stored
 
 @dataclass
 class LiftedCandidate(Candidate):
-    """A lifted class. replace: path of a module inside -> the block of ours that stands there."""
+    """A lifted class. reads_tables: whether it is handed rotary tables. replace: path of a module inside -> the block
+    of ours that stands there."""
 
     lift: Lift | None = None
+    reads_tables: bool = False
     replace: dict[str, Candidate] = field(default_factory=dict)
 
     @property
@@ -35,7 +37,8 @@ class LiftedCandidate(Candidate):
     def below(self, path: str) -> "Candidate":
         plain = super().below(path)
         replace = {name: candidate.below(path) for name, candidate in self.replace.items()}
-        return LiftedCandidate(plain.block, plain.arguments, plain.parameters, plain.when, self.lift, replace)
+        claim = (plain.block, plain.arguments, plain.parameters, plain.when)
+        return LiftedCandidate(*claim, self.lift, self.reads_tables, replace)
 
     def describe(self) -> list[str]:
         inside = [f"{path}: {line}" for path, made in self.replace.items() for line in (made.block, *made.describe())]
@@ -93,6 +96,7 @@ def lifted_candidates(site: Site, replace: Mapping[str, Candidate]) -> list[Cand
                     dict(parameters),
                     None,
                     made,
+                    "'table'" in repr(shown),
                     dict(replace),
                 )
             )

@@ -119,6 +119,16 @@ class Lifted(nn.Module):
                 vars(owner).pop(name, None)
                 owner.add_module(name, block)
         _freeze_buffers(self.module)
+        self.train(self.training)
+
+    def train(self, mode: bool = True) -> "Lifted":
+        """What was proven is what the code computes in evaluation, so it stays in that mode: some of it adds noise when
+        it trains, or refuses to. Blocks of ours inside follow `mode`."""
+        super().train(mode)
+        self.module.eval()
+        for inside in self._insides:
+            inside.train(mode)
+        return self
 
     @property
     def lora_targets(self) -> tuple[str, ...]:

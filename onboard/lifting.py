@@ -1,0 +1,53 @@
+"""Where no block is proven, the reference's own code: copied with proven blocks inside, or whole, and proven too."""
+
+from collections.abc import Mapping
+
+import torch
+
+from dayzero.onboard.calls import Call
+from dayzero.onboard.candidates.evidence import Candidate, Site
+from dayzero.onboard.candidates.lifted import lifted_candidates
+from dayzero.onboard.layer_wiring import mixes_tokens
+from dayzero.onboard.lift import LiftError
+from dayzero.onboard.prove import Attempt, attempt
+
+
+def prove_lifted(
+    site: Site, replace: Mapping[str, Candidate], generator: torch.Generator
+) -> tuple[Attempt | None, list[Attempt], str]:
+    """The first form of the module's own code that is proven, all that were tried, and why none is if none is.
+
+    replace: path of a module inside -> the proven candidate for it; without them if it does not hold with them.
+    """
+    attempts: list[Attempt] = []
+    why = ""
+    for inside in [dict(replace), {}] if replace else [{}]:
+        try:
+            candidates = lifted_candidates(site, inside)
+        except LiftError as error:
+            why = why or str(error)
+            continue
+        for candidate in candidates:
+            tried = attempt(candidate, site, generator, thorough=False)
+            if tried.proven:
+                tried = attempt(candidate, site, generator, thorough=True)
+            attempts.append(tried)
+            if tried.proven:
+                return tried, attempts, ""
+            why = why or f"its copy {tried.objection}"
+    return None, attempts, why
+
+
+def parts_of(calls: Mapping[str, Call], layer: str) -> dict[str, str]:
+    """Paths of a layer's own modules through which the stream passes, with the role that each call shows."""
+    width = calls[layer].hidden.shape[-1]
+    found: dict[str, str] = {}
+    for path, call in calls.items():
+        inner = path.removeprefix(f"{layer}.")
+        if not path.startswith(f"{layer}.") or "." in inner or not call.has_stream:
+            continue
+        if call.hidden.shape[-1] != width or call.result.shape != call.hidden.shape or call.later:
+            continue
+        vectors = all(parameter.ndim <= 1 for parameter in call.module.parameters())
+        found[inner] = "norm" if vectors else "mixer" if mixes_tokens(call) else "ffn"
+    return found
