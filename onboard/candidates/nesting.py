@@ -1,13 +1,14 @@
 """What was found out about a module, as claims about the module that holds it."""
 
+import contextlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, overload
 
-from dayzero.onboard.candidates.causes import causes, drivers, switches
+from dayzero.onboard.candidates.causes import causes, changed, drivers, plain_settings
 from dayzero.onboard.candidates.evidence import Candidate, Evidence, Site, site_of
-from dayzero.onboard.trace import Operations
+from dayzero.onboard.trace import Operations, trace
 
 
 def site_below(site: Site, path: str) -> Site:
@@ -66,5 +67,13 @@ class Inner:
 
     @cached_property
     def switches(self) -> list[tuple[Evidence, Operations]]:
-        """Booleans that the module reads, and what it executes when they are flipped."""
-        return [(below(self.path, evidence), seen) for evidence, _, seen in switches(self.site)]
+        """Booleans that change what the module executes, and what it executes when they are flipped."""
+        usual = self.operations.sequence
+        found = []
+        for evidence, holder, name, held in plain_settings(self.site):
+            if isinstance(held, bool):
+                with contextlib.suppress(Exception), changed(holder, name, not held):
+                    seen = trace(lambda: self.site.call.replay(self.site.call.hidden))
+                    if [step.name for step in seen.sequence] != [step.name for step in usual]:
+                        found.append((below(self.path, evidence), seen))
+        return found
