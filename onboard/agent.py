@@ -10,6 +10,7 @@ import os
 import re
 import shutil
 import signal
+import tempfile
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -19,7 +20,7 @@ import torch
 from pydantic import BaseModel
 
 from dayzero.onboard import remote_code
-from dayzero.onboard.align import Alignment, Rung, coverage_rung, model_rung
+from dayzero.onboard.align import Alignment, Rung, blocks_rung, coverage_rung, model_rung
 from dayzero.onboard.align.ladder import THRESHOLDS, judge
 from dayzero.onboard.align.model import real_weights_error
 from dayzero.onboard.checkpoint import Checkpoint, read_checkpoint
@@ -149,6 +150,7 @@ def climb(
     rungs: dict[str, Rung] = {}
     tell("L0: every tensor in and out")
     rungs["L0"], hashes = coverage_rung(checkpoint, ledger, specification.spec, count)
+    tell("L1: every block against its module")
     rungs["L1"] = _blocks_rung(specification)
     tell("L2: the generated model against the reference")
     rung = model_rung(lambda folder: load_shrunk(specification, folder), specification.shrunk_config, tell)
@@ -158,8 +160,13 @@ def climb(
 
 
 def _blocks_rung(specification: Specification) -> Rung:
-    """L1: a warning where a config field changes the reference in a way that only its present value is proven for."""
+    """L1: what the search proved, and the generated blocks once more. A warning where a config field changes the
+    reference in a way that only its present value is proven for."""
     rung = judge({tried.module: tried.error for tried in specification.tried}, THRESHOLDS["L1"])
+    with tempfile.TemporaryDirectory() as folder:
+        again = blocks_rung(load_shrunk(specification, Path(folder)), specification.shrunk_config)
+    if rung.verdict == "PASS":
+        rung = again.model_copy(update={"details": rung.details + again.details})
     open_fields = sorted({item.field for item in specification.interventions if item.effect == "unexplained"})
     if rung.verdict != "PASS" or not open_fields:
         return rung
@@ -170,8 +177,6 @@ def _with_real_weights(
     rung: Rung, checkpoint: Checkpoint, specification: Specification, tell: Callable[[str], None]
 ) -> Rung:
     """The rung, joined by the logits on the real weights where both models fit into memory."""
-    import tempfile
-
     if quantised_groups(checkpoint.headers):
         skipped = "real weights: not compared, the reference would need its own quantised kernels"
         return rung.model_copy(update={"details": [*rung.details, skipped]})

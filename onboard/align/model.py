@@ -18,10 +18,22 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from dayzero.onboard.align.divergence import first_divergence
 from dayzero.onboard.align.ladder import THRESHOLDS, Rung, judge
+from dayzero.onboard.align.loading import NotLoaded, load
 from dayzero.onboard.checkpoint import Checkpoint
 from dayzero.onboard.prove import relative_error
-from dayzero.onboard.reference import ForceTopK, NoteTopK, Promote, build, load_config, model_class, on_disk, quiet, redraw
+from dayzero.onboard.reference import (
+    ForceTopK,
+    NoteTopK,
+    Promote,
+    build,
+    load_config,
+    model_class,
+    on_disk,
+    quiet,
+    redraw,
+)
 from dayzero.onboard.shrink import SEQUENCE
 from dayzero.runtime.package import Package
 from dayzero.runtime.safetensors_reader import SafetensorsReader, TensorsReader
@@ -38,17 +50,24 @@ def model_rung(
     tell: Callable[[str], None] = lambda line: None,
 ) -> Rung:
     """package(folder): renders the shrunk package into `folder` and loads it. config: the shrunk config."""
-    errors: dict[str, float] = {}
+    errors: dict[str, dict[str, float]] = {}
     with tempfile.TemporaryDirectory() as folder:
         generated = package(Path(folder))
-        for dtype in (torch.float64, torch.float32):
-            tell(f"comparing the whole model in {dtype}")
-            errors |= _compare(generated, config, dtype)
-    double = {name: error for name, error in errors.items() if name.startswith("float64")}
-    single = {name: error for name, error in errors.items() if name.startswith("float32")}
-    rung, loose = judge(double, THRESHOLDS["L2"]), judge(single, THRESHOLDS["L2 float32"])
-    details = rung.details + loose.details
-    return (rung if loose.verdict == "PASS" else loose).model_copy(update={"details": details})
+        try:
+            for rung, dtype in (("L2", torch.float64), ("L2 float32", torch.float32)):
+                tell(f"comparing the whole model in {dtype}")
+                errors[rung] = _compare(generated, config, dtype)
+        except NotLoaded as error:
+            return judge({str(error): math.inf}, THRESHOLDS["L2"])
+        except (RuntimeError, ValueError, IndexError, TypeError) as error:
+            said = " ".join(str(error).split())[:200]
+            errors[rung] = {f"the two models do not run side by side: {said}": math.inf}
+        rungs = [judge(found, THRESHOLDS[rung]) for rung, found in errors.items()]
+        failed = [rung for rung in rungs if rung.verdict != "PASS"]
+        first = first_divergence(generated, config) if failed else ""
+    worst = failed[0] if failed else rungs[0]
+    where = f"{worst.where}; first to differ: {first}" if first else worst.where
+    return worst.model_copy(update={"details": [line for rung in rungs for line in rung.details], "where": where})
 
 
 def _compare(generated: Package, config: Mapping[str, Any], dtype: torch.dtype) -> dict[str, float]:
@@ -58,9 +77,7 @@ def _compare(generated: Package, config: Mapping[str, Any], dtype: torch.dtype) 
     stored = on_disk(reference)
     rules = bind(generated.rules)
     shapes = {name: tuple(tensor.shape) for name, tensor in stored.items()}
-    ours = generated.build()
-    ours.load_state_dict({name: rule.read(TensorsReader(stored), shapes) for name, rule in rules.items()}, strict=True)
-    ours, reference = ours.to(dtype), reference.to(dtype)
+    ours, reference = load(generated, stored).to(dtype), reference.to(dtype)
     documents = [torch.randint(3, generated.spec.vocabulary, (n,), generator=generator) for n in LENGTHS]
     tokens = sum(LENGTHS)
     like, chosen = _routing(ours, reference, documents[0])
@@ -85,10 +102,9 @@ def _compare(generated: Package, config: Mapping[str, Any], dtype: torch.dtype) 
 def _routing(ours: nn.Module, reference: nn.Module, ids: Tensor) -> tuple[set[tuple[int, int]], list[tuple[int, int]]]:
     """(classes, top_k) of our routers, and of their choices in the order of one pass; none where the reference does not
     choose in the same order, as where a table of the token ids decides."""
+    modules: list[Any] = list(ours.modules())
     like = {
-        (module.experts, module.top_k)  # type: ignore[attr-defined]
-        for module in ours.modules()
-        if hasattr(module, "top_k") and hasattr(module, "experts")
+        (module.experts, module.top_k) for module in modules if hasattr(module, "top_k") and hasattr(module, "experts")
     }
     with torch.no_grad(), NoteTopK() as mine:
         ours(ids, torch.tensor([0, len(ids)]))

@@ -1,0 +1,150 @@
+"""L1: every distinct block of the generated model against the module that it stands for.
+
+The blocks are those of the generated code, holding weights that came through the rules, and reading the rotary tables
+of the generated model. Nothing of the search is asked again: what a parameter is made of is found once more by its
+values.
+"""
+
+import copy
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from dayzero.onboard.align.divergence import path_of
+from dayzero.onboard.align.ladder import THRESHOLDS, Rung, judge
+from dayzero.onboard.align.loading import NotLoaded, loaded_pair
+from dayzero.onboard.calls import Call, record_calls
+from dayzero.onboard.candidates.evidence import Candidate, Site, site_of
+from dayzero.onboard.expressions import NoRule, StoredValues, express
+from dayzero.onboard.handed import tables_in
+from dayzero.onboard.prove import TOLERANCE, Attempt, attempt, relative_error
+from dayzero.onboard.reference import state_of, text_config
+from dayzero.onboard.shrink import SEQUENCE
+from dayzero.runtime.nn import Context
+from dayzero.runtime.package import Package
+from dayzero.runtime.spec import BlockSpec
+
+_GAINS = (1.0,)  # of the weights that are redrawn: the search has tried more
+
+
+@dataclass
+class Place:
+    """A block of the generated model. name: such as "layers.1.ffn"; path: of the reference module it stands for."""
+
+    name: str
+    path: str
+    spec: BlockSpec
+    module: nn.Module
+
+    @property
+    def both(self) -> str:
+        return f"{self.name}, for {self.path}"
+
+
+def places(package: Package, ours: nn.Module) -> Iterator[Place]:
+    """Every block of the model in the order in which it runs, layer by layer."""
+    spec = package.spec
+    outside = (("embed_norm", spec.embed_norm), ("merge", spec.merge), ("norm", spec.norm))
+    if spec.embed_norm is not None:
+        yield Place("embed_norm", path_of(spec.embed_norm), spec.embed_norm, ours.get_submodule("embed_norm"))
+    for index, kind in enumerate(spec.kinds_in_order()):
+        for part in kind.parts:
+            module = ours.get_submodule(f"layers.{index}.{part.name}")
+            yield Place(f"layers.{index}.{part.name}", path_of(part.block, index), part.block, module)
+    for name, block in outside[1:]:
+        if block is not None:
+            yield Place(name, path_of(block), block, ours.get_submodule(name))
+
+
+def blocks_rung(generated: Package, config: Mapping[str, Any]) -> Rung:
+    """generated: the shrunk package, as its files were written and imported. config: the shrunk config.
+
+    Blocks that stand for more than one module (between several streams, the scale of a layer) are left to L2."""
+    try:
+        ours, reference = loaded_pair(generated, config, seed=5)
+    except NotLoaded as error:
+        return judge({str(error): float("inf")}, THRESHOLDS["L1"])
+    generator = torch.Generator().manual_seed(6)
+    ids = torch.randint(3, generated.spec.vocabulary, (2, SEQUENCE), generator=generator)
+    calls, _ = record_calls(reference, ids)
+    bounds = torch.arange(0, ids.numel() + 1, SEQUENCE)
+    position = torch.arange(SEQUENCE).repeat(2)
+    with torch.no_grad():
+        tables = tuple(rotary(position, torch.float64) for rotary in ours.rotaries)
+    errors = {
+        f"rotaries.{index}, for {path_of(spec)}": _table_error(calls.get(path_of(spec)), tables[index], len(bounds) - 1)
+        for index, spec in enumerate(generated.spec.rotaries)
+    }
+    known: set[str] = set()
+    for place in places(generated, ours):
+        key = f"{place.spec.model_dump_json(exclude={'proof'})} for {path_of(place.spec, -1)}"
+        if place.path not in calls or key in known:
+            continue
+        known.add(key)
+        site = site_of(calls, place.path, text_config(reference))
+        tried = _tried(place, _Site(site.call, site.inner, site.config, tables), generator)
+        errors[f"{place.both}: {tried.objection or tried.where}"] = tried.error if tried.proven else _failed(tried)
+    return judge(errors, THRESHOLDS["L1"])
+
+
+def _failed(tried: Attempt) -> float:
+    """An error that fails the rung: operations that differ leave no number behind."""
+    return tried.error if tried.error > TOLERANCE else float("inf")
+
+
+def _table_error(call: Call | None, table: tuple[Tensor, Tensor], batch: int) -> float:
+    """How far the tables are from the nearest that the module gives; 0 where it gives none that can be read."""
+    if call is None:
+        return 0.0
+    errors = []
+    for made in (call, *call.later):
+        for theirs in tables_in(made.output, batch, SEQUENCE):
+            rows = len(theirs.cos)
+            errors.append(
+                max(relative_error(a[:rows], b) for a, b in zip(table, (theirs.cos, theirs.sin), strict=True))
+            )
+    return min(errors, default=0.0)
+
+
+@dataclass
+class _Site(Site):
+    """A module as it was called, but with the rotary tables of the generated model."""
+
+    tables: tuple[tuple[Tensor, Tensor], ...] = ()
+
+    @property
+    def context(self) -> Context:
+        return replace(super().context, tables=self.tables)
+
+
+@dataclass
+class _Generated(Candidate):
+    """A block that is there already, and the same block for every trial."""
+
+    made: nn.Module = field(default_factory=nn.Module)
+    copied: bool = False
+
+    @property
+    def lifts(self) -> list:
+        return [None] if self.copied else []
+
+    def build(self, module: nn.Module, config: Any) -> nn.Module:
+        return copy.deepcopy(self.made)
+
+
+def _tried(place: Place, site: Site, generator: torch.Generator) -> Attempt:
+    """The block against its module, on the captured input and on others, as the search tries a candidate."""
+    copied = any(block.block == "Lifted" for block in place.spec.walk())
+    candidate = _Generated(place.spec.block, {}, {}, made=place.module, copied=copied)
+    stored, sources = StoredValues(state_of(site.module)), {}
+    for name, value in {**dict(place.module.named_parameters()), **dict(place.module.named_buffers())}.items():
+        try:
+            sources[name] = express(value.detach(), stored)
+        except NoRule:
+            missing = f"{name} does not hold what {place.path} does"
+            return Attempt(candidate, float("inf"), "weights", missing)
+    candidate.parameters = sources
+    return attempt(candidate, site, generator, thorough=True, gains=_GAINS)
