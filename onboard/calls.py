@@ -61,6 +61,15 @@ class Call:
         with Promote():
             return self._result(self.module(*args, **kwargs))
 
+    @property
+    def inputs(self) -> list[Tensor]:
+        """The arguments that `hidden` is made of."""
+        return [self.hidden]
+
+    def split(self, hidden: Tensor) -> list[Tensor]:
+        """What a block is given where the module is given `hidden`: [T, H], or [T, n, H] of several streams."""
+        return [hidden.flatten(0, 1) if hidden.ndim == 4 else hidden.reshape(-1, hidden.shape[-1])]
+
     def replay_exactly(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The module called again with other arguments, float32 islands promoted."""
         with Promote():

@@ -13,7 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from dayzero.onboard.calls import Call, Undiscovered, floats, record_calls, same, tensors
-from dayzero.onboard.layer_wiring import LayerParts, Unit, mixes_tokens, solve
+from dayzero.onboard.layer_wiring import LayerParts, Unit, kept_before, mixes_tokens, solve
+from dayzero.onboard.several import SeveralCall, several, top_level
 
 __all__ = [
     "Call",
@@ -45,8 +46,8 @@ class Logits:
 class ModelParts:
     """Paths of the parts. layers: path of the list, of `count` members. embed_scale: what multiplies the rows of the
     embedding table. logits: how they follow from the head. streams: how many
-    copies of the embeddings the layers pass on; merge: what makes one of them again. calls: of the whole forward pass
-    by path."""
+    copies of the embeddings the layers pass on; merge: what makes one of them again, or one value of all that layers
+    kept where they look back (`history`). calls: of the whole forward pass by path."""
 
     embed: str
     embed_scale: float
@@ -58,6 +59,8 @@ class ModelParts:
     logits: "Logits"
     streams: int = 1
     merge: str | None = None
+    history: bool = False
+    merge_call: Call | None = field(default=None, repr=False)
     calls: dict[str, Call] = field(repr=False, default_factory=dict)
 
 
@@ -73,6 +76,11 @@ def discover(model: nn.Module, ids: Tensor) -> ModelParts:
         streams, first = first.shape[2], first[:, :, 0]
         merge = _only("merge of the streams", [p for p, c in calls.items() if c.has_stream and _reads(c, last)])
         last = calls[merge].result
+    history = kept_before(calls, f"{layers}.0") is not None
+    merge_call = None
+    if history:
+        merge_call = _after_history(calls, layers, last)
+        merge, last = merge_call.path, merge_call.result
     scale, embed_norm = _before_layers(calls, embed, layers, first, ids)
     head, relation = _head(model, calls, logits)
     norm = _only(
@@ -84,7 +92,27 @@ def discover(model: nn.Module, ids: Tensor) -> ModelParts:
     )
     after_norm = solve(calls[head].hidden, {"norm": calls[norm].result})["norm"]
     relation = replace(relation, scale=relation.scale * after_norm)
-    return ModelParts(embed, scale, embed_norm, layers, count, norm, head, relation, streams, merge, calls)
+    return ModelParts(
+        embed, scale, embed_norm, layers, count, norm, head, relation, streams, merge, history, merge_call, calls
+    )
+
+
+def _after_history(calls: Mapping[str, Call], layers: str, last: Tensor) -> SeveralCall:
+    """The module that reads what the last layer gives and, as a stack, all that layers kept."""
+    found = []
+    for path, call in calls.items():
+        if path.startswith(layers + ".") or path == layers:
+            continue
+        places = [
+            place
+            for place, held in top_level(call)
+            if same(held, last) or (held.ndim == 4 and held.shape[::3] == last.shape[::2])
+        ]
+        if len(places) == 2 and len(top_level(call)) == 2:
+            found.append(several(call, places))
+    if len(found) != 1:
+        raise Undiscovered(f"{len(found)} modules read what the last layer gives and what layers kept, expected one")
+    return found[0]
 
 
 def _feeds(call: Call, head: Call) -> bool:

@@ -5,78 +5,231 @@ block explains can be expanded into its own children.
 """
 
 import contextlib
+import itertools
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor, nn
 
-from dayzero.onboard.calls import Call, Undiscovered, same, tensors
+from dayzero.onboard.calls import Call, Undiscovered, floats, same, tensors
+from dayzero.onboard.several import SeveralCall, several, top_level
+from dayzero.runtime.nn.wiring import PAST
 
 _EXACT = 1e-9  # relative; a sum that misses by more is none
 
 
 @dataclass
 class Unit:
-    """A part of a layer. path: relative to the layer. role: "norm", "mixer", "ffn", or "scale" for a parameter of the
-    layer that multiplies what it reads. reads: earlier value ("x" is the layer's input) -> factor."""
+    """A part of a layer. path: relative to the layer. role: "norm", "mixer", "ffn", "join" for one that joins several
+    values without mixing tokens, "routing" for a router whose experts are a part of their own, or "scale" for a
+    parameter of the layer that multiplies what it reads. reads: earlier value ("x" is the layer's input) -> factor.
+
+    more: what it reads beside that, for a part with several inputs. outputs: how many values it gives. call: the unit
+    as a function of all that it reads, where that is more than its call's hidden input. after: parts that leave
+    something for it. classes: of a router.
+    """
 
     name: str
     path: str
     role: str
     reads: dict[str, float]
+    more: list[dict[str, float]] = field(default_factory=list)
+    outputs: int = 1
+    call: Call | None = field(default=None, repr=False, compare=False)
+    after: tuple[str, ...] = ()
+    classes: int = 0
+
+    @property
+    def inputs(self) -> list[dict[str, float]]:
+        """All sums that it reads."""
+        return [self.reads, *self.more]
 
 
 @dataclass
 class LayerParts:
-    """The units of a layer in the order in which they ran, and the sum that the layer gives."""
+    """The units of a layer in the order in which they ran, and the sum that the layer gives. keeps: the sum that later
+    layers find in what was kept, None for none."""
 
     units: list[Unit]
     gives: dict[str, float]
+    keeps: dict[str, float] | None = None
 
 
 def layer_parts(calls: Mapping[str, Call], layer: str, expanded: Collection[str] = ()) -> LayerParts:
     """The wiring of the layer at the path `layer`. expanded: children to look into, because no block explains them.
 
     Where the children as they stand are not wired by sums, each of them with children of its own is looked into in
-    turn. Raises Undiscovered.
+    turn. Only then may parts read or give several values. Raises Undiscovered.
     """
-    try:
-        return _wiring(calls, layer, expanded)
-    except Undiscovered as error:
+    error = None
+    for several_values in (False, True):
+        try:
+            return _wiring(calls, layer, expanded, several_values)
+        except Undiscovered as raised:
+            error = raised
         for path, call in _units(calls, layer, expanded).items():
             if any(True for _ in call.module.children()):
                 with contextlib.suppress(Undiscovered):
-                    return _wiring(calls, layer, {*expanded, path})
-        raise error from None
+                    return _wiring(calls, layer, {*expanded, path}, several_values)
+    assert error is not None
+    raise error from None
 
 
-def _wiring(calls: Mapping[str, Call], layer: str, expanded: Collection[str]) -> LayerParts:
-    values, sums = {"x": calls[layer].hidden}, [{"x": 1.0}]
-    units: list[Unit] = []
-    owner = calls[layer].module
-
-    def explain(wanted: Tensor, what: str) -> dict[str, float]:
-        """The sum that makes `wanted`; scales that it needs become units, and values for what follows."""
-        found, scales = _explained(wanted, values, sums, owner, what)
-        for unit, value in scales:
-            units.append(unit)
-            values[unit.name] = value
-        if found not in sums:
-            sums.append(found)
-        return found
-
+def _wiring(calls: Mapping[str, Call], layer: str, expanded: Collection[str], several_values: bool) -> LayerParts:
+    solver = _Solver(calls, layer, several_values)
     for path, call in _units(calls, layer, expanded).items():
-        if hears_more(call, calls[layer]):
-            raise Undiscovered(f"{layer}.{path} is handed more of the stream than its input")
-        reads = explain(call.hidden, f"input of {layer}.{path}")
-        units.append(Unit(path, path, _role(call), reads))
-        values[path] = call.result
-    gives = explain(calls[layer].result, f"output of {layer}")
-    needed = _needed(units, gives)
+        solver.add(path, call)
+    gives = solver.explain(calls[layer].result, f"output of {layer}")
+    needed = _needed(solver.units, gives)
     if not needed:
         raise Undiscovered(f"{layer}: nothing of what it computes is made by its children")
-    return _named(LayerParts(needed, gives))
+    keeps = {"x": 1.0} if _is_kept(calls, layer) else None
+    return _named(LayerParts(_with_outputs(needed, gives), gives, keeps))
+
+
+class _Solver:
+    """The units of one layer so far, the values that they gave, and the sums that were seen of them.
+
+    several_values: whether a unit may read or give more than one.
+    """
+
+    def __init__(self, calls: Mapping[str, Call], layer: str, several_values: bool):
+        self.calls, self.layer, self.call, self.several_values = calls, layer, calls[layer], several_values
+        self.values, self.sums = {"x": self.call.hidden}, [{"x": 1.0}]
+        self.past = kept_before(calls, layer)
+        self.units: list[Unit] = []
+
+    def explain(self, wanted: Tensor, what: str) -> dict[str, float]:
+        """The sum that makes `wanted`; scales that it needs become units, and values for what follows."""
+        found, scales = _explained(wanted, self.values, self.sums, self.call.module, what)
+        for unit, value in scales:
+            self.units.append(unit)
+            self.values[unit.name] = value
+        if found not in self.sums:
+            self.sums.append(found)
+        return found
+
+    def add(self, path: str, call: Call) -> None:
+        """The unit, with all that it is handed of the stream. Raises Undiscovered for what is no sum of values."""
+        where = f"{self.layer}.{path}"
+        more = heard(call, self.call)
+        if more and not self.several_values:
+            raise Undiscovered(f"{where} is handed more of the stream than its input")
+        stream = [(place, held) for place, held in top_level(call) if self._is_stream(call, held, more)]
+        rest = [held for held in more if not any(held is one for _, one in stream)]
+        after, classes = self._routing(path, call, rest)
+        made = [held for held in floats(call.output) if held.numel() == self.call.result.numel()]
+        if len(stream) < 2:
+            unit = Unit(path, path, _role(call), self.explain(call.hidden, f"input of {where}"))
+        else:
+            inputs = [terms for place, held in stream for terms in self._inputs(held, f"input {place} of {where}")]
+            whole = several(call, [place for place, _ in stream])
+            unit = Unit(path, path, "mixer" if mixes_tokens(whole) else "join", inputs[0], inputs[1:], call=whole)
+        self.units.append(replace(unit, after=after, classes=classes, outputs=len(made)))
+        self.values[path] = call.result
+        if self.several_values:
+            self.values |= {f"{path}#{number}": held for number, held in enumerate(made) if number}
+
+    def _is_stream(self, call: Call, held: Tensor, more: list[Tensor]) -> bool:
+        """Whether an argument is one that the unit reads: its hidden input, others that depend on it, and stacks."""
+        shape = self.call.hidden.shape
+        if self.past is not None and held.ndim == 4:
+            return held.shape[:2] == shape[:2] and held.shape[3] == shape[2]
+        if held is call.hidden:
+            return held.shape[:-1] in {shape[:-1], (shape[:-1].numel(),)}
+        return held.shape == shape and any(held is one for one in more)
+
+    def _inputs(self, held: Tensor, what: str) -> list[dict[str, float]]:
+        if held.ndim < 4:
+            return [self.explain(held, what)]
+        count = 0 if self.past is None else self.past.shape[2]
+        if held.shape[2] < count or not torch.equal(held[:, :, :count], self.past):  # type: ignore[arg-type]
+            raise Undiscovered(f"{what} does not begin with what earlier layers kept")
+        return [{PAST: 1.0}, *(self.explain(one, what) for one in held[:, :, count:].unbind(2))]
+
+    def _routing(self, path: str, call: Call, rest: list[Tensor]) -> tuple[tuple[str, ...], int]:
+        """What is left of the arguments must be what a router chose, as its output has it; the router becomes a unit.
+
+        Returns its name."""
+        if not rest:
+            return (), 0
+        for name, router in self.calls.items():
+            given = tensors(router.output)
+            inside = name.startswith(self.layer + ".") and router.has_stream
+            if inside and all(any(_equal(held, one) for one in given) for held in rest):
+                stacked = [held.shape[0] for held in call.module.parameters() if held.ndim == 3]
+                if not stacked:
+                    break
+                own = name.removeprefix(self.layer + ".")
+                if not any(unit.name == own for unit in self.units):
+                    reads = self.explain(router.hidden, f"input of {name}")
+                    self.units.append(Unit(own, own, "routing", reads, classes=stacked[0]))
+                return (own,), 0
+        raise Undiscovered(f"{self.layer}.{path} is handed more of the stream than its input")
+
+
+def _equal(a: Tensor, b: Tensor) -> bool:
+    return a is b or (a.dtype == b.dtype and a.shape == b.shape and torch.equal(a, b))
+
+
+def kept_before(calls: Mapping[str, Call], layer: str) -> Tensor | None:
+    """[B, S, n, H]: what the layer is handed of the inputs of layers before it; None where layers do not look back."""
+    call = calls[layer]
+    if call.hidden.ndim != 3:
+        return None
+    batch, length, hidden = call.hidden.shape
+    for _, held in top_level(call):
+        if held.ndim == 4 and held.shape[:2] == (batch, length) and held.shape[3] == hidden:
+            earlier = [before.hidden for before in _before(calls, layer)]
+            if all(any(_equal(one, before) for before in earlier) for one in held.unbind(2)):
+                return held
+    return None
+
+
+def _before(calls: Mapping[str, Call], layer: str) -> list[Call]:
+    """The calls of the layers before this one in its list."""
+    path, _, number = layer.rpartition(".")
+    if not number.isdecimal():
+        return []
+    return [calls[f"{path}.{index}"] for index in range(int(number)) if f"{path}.{index}" in calls]
+
+
+def _is_kept(calls: Mapping[str, Call], layer: str) -> bool:
+    """Whether whoever reads what this layer gives finds its input among what was kept, and it was not there before."""
+    mine = kept_before(calls, layer)
+    if mine is None:
+        return False
+    given = calls[layer].result
+    for path, call in calls.items():
+        if path.startswith(layer + ".") or path == layer:
+            continue
+        arguments = top_level(call)
+        if any(_equal(held, given) for _, held in arguments):
+            stacks = [held for _, held in arguments if held.ndim == 4 and held.shape[3] == mine.shape[3]]
+            wanted = torch.cat((mine, calls[layer].hidden[:, :, None]), 2)
+            return any(_equal(held, wanted) for held in stacks)
+    return False
+
+
+def _with_outputs(units: list[Unit], gives: dict[str, float]) -> list[Unit]:
+    """Units whose further outputs are read have them; the others have one."""
+    every = [*(terms for unit in units for terms in unit.inputs), gives]
+    used = {name.partition("#")[0] for terms in every for name in terms if "#" in name}
+    for terms in every:
+        for name in [name for name in terms if name in used]:
+            order = [(f"{old}#0" if old == name else old, factor) for old, factor in terms.items()]
+            terms.clear()
+            terms.update(order)
+    made = []
+    for unit in units:
+        if unit.path in used and unit.role != "scale":
+            places = getattr(unit.call, "places", None)
+            joined = several(unit.call, places, joined=True) if unit.call is not None and places else unit.call
+            made.append(replace(unit, call=joined))
+        else:
+            made.append(replace(unit, outputs=1))
+    return made
 
 
 def _units(calls: Mapping[str, Call], layer: str, expanded: Collection[str]) -> dict[str, Call]:
@@ -98,10 +251,16 @@ def _units(calls: Mapping[str, Call], layer: str, expanded: Collection[str]) -> 
 def hears_more(call: Call, layer: Call) -> bool:
     """Whether an argument of the call beside its hidden input depends on the layer's input: then the module is no
     function of its hidden input, however well it is reproduced with that argument held fixed."""
-    known = tensors((layer.args, layer.kwargs))
-    others = [t for t in tensors((call.args, call.kwargs)) if t is not call.hidden]
+    return bool(heard(call, layer))
+
+
+def heard(call: Call, layer: Call) -> list[Tensor]:
+    """The arguments of the call beside its hidden input that depend on the layer's input."""
+    known = [held for held in tensors((layer.args, layer.kwargs)) if held is not layer.hidden]
+    mine = tensors((call.args, call.kwargs))
+    others = [held for held in mine if held is not call.hidden]
     if all(any(other is held for held in known) for other in others):
-        return False
+        return []
     seen: list[list[Tensor]] = []
 
     def note(module: nn.Module, args: tuple, kwargs: dict) -> None:
@@ -115,11 +274,11 @@ def hears_more(call: Call, layer: Call) -> bool:
             layer.replay(moved)
     finally:
         handle.remove()
-    if len(seen) != 2 or len(seen[0]) != len(seen[1]):
-        return True
+    if len(seen) != 2 or not len(seen[0]) == len(seen[1]) == len(mine):
+        return others
     position = next((i for i, t in enumerate(seen[0]) if same(t, call.hidden)), -1)
-    pairs = zip(*seen, strict=True)
-    return any(not torch.equal(a, b) for i, (a, b) in enumerate(pairs) if i != position)
+    differ = [i for i, (a, b) in enumerate(itertools.zip_longest(*seen)) if i != position and not _equal(a, b)]
+    return [mine[i] for i in differ]
 
 
 def _lists(layer: nn.Module) -> set[str]:
@@ -137,12 +296,14 @@ def mixes_tokens(call: Call) -> bool:
     """Whether the output for a token depends on the other tokens: one token is changed and the rest watched."""
     hidden = call.hidden
     changed = hidden.clone()
-    changed[:, 0] += 1.0
+    tokens = changed[None] if hidden.ndim == 2 else changed  # of a flattened batch, one token of one row
+    tokens[:, 0] += 1.0
     with torch.no_grad():
         before, after = call.replay(hidden), call.replay(changed)
-    if before.numel() != hidden.numel():
+    if before.numel() != hidden.numel() and not isinstance(call, SeveralCall):
         return False
-    before, after = before.reshape(hidden.shape)[:, 1:], after.reshape(hidden.shape)[:, 1:]
+    shape = tokens.shape if before.numel() == hidden.numel() else (*tokens.shape[:2], -1)
+    before, after = before.reshape(shape)[:, 1:], after.reshape(shape)[:, 1:]
     # Not bitwise: an expert's matrix product rounds differently when it has other rows beside these.
     return bool((before - after).abs().max() > 1e-9 * before.abs().max())
 
@@ -210,18 +371,18 @@ def _cleaned(factor: float) -> float:
 
 def _needed(units: list[Unit], gives: Mapping[str, float]) -> list[Unit]:
     """The units that the output depends on, in order."""
-    wanted, kept = set(gives), []
+    wanted, kept = {name.partition("#")[0] for name in gives}, []
     for unit in reversed(units):
         if unit.name in wanted:
             kept.append(unit)
-            wanted |= unit.reads.keys()
+            wanted |= {name.partition("#")[0] for terms in unit.inputs for name in terms} | set(unit.after)
     return kept[::-1]
 
 
 def _named(parts: LayerParts) -> LayerParts:
-    """Names by role: mixer, ffn; a norm is named after the one part it feeds, or else the one it follows."""
+    """Names by role: mixer, ffn; a norm or a join is named after the one part it feeds, or else the one it follows."""
     role_of = {unit.name: unit.role for unit in parts.units}
-    names: dict[str, str] = {"x": "x"}
+    names: dict[str, str] = {"x": "x", PAST: PAST}
 
     def add(old: str, stem: str) -> None:
         taken, number, name = set(names.values()), 2, stem
@@ -229,24 +390,47 @@ def _named(parts: LayerParts) -> LayerParts:
             name, number = f"{stem}_{number}", number + 1
         names[old] = name
 
+    def renamed(terms: Mapping[str, float]) -> dict[str, float]:
+        pairs = ((name.partition("#"), factor) for name, factor in terms.items())
+        return {f"{names[name]}.{number}" if mark else names[name]: f for (name, mark, number), f in pairs}
+
+    def feeds(name: str) -> str | None:
+        """The mixer or feed-forward part that alone reads the value, directly or through one norm."""
+        readers = [unit for unit in parts.units if any(name in terms for terms in unit.inputs)]
+        if len(readers) != 1 or [name] not in [list(terms) for terms in readers[0].inputs]:
+            return None
+        if readers[0].role in {"mixer", "ffn"}:
+            return readers[0].name
+        return feeds(readers[0].name) if readers[0].role == "norm" else None
+
     for unit in parts.units:
-        if unit.role in {"mixer", "ffn"}:
+        if unit.role in {"mixer", "ffn", "routing"}:
             add(unit.name, unit.role)
     for unit in parts.units:
         if unit.role == "norm":
-            readers = [u for u in parts.units if unit.name in u.reads]
-            source = next(iter(unit.reads)) if len(unit.reads) == 1 else "x"
-            if len(readers) == 1 and len(readers[0].reads) == 1 and readers[0].role in {"mixer", "ffn"}:
+            readers = [u for u in parts.units if any(unit.name in terms for terms in u.inputs)]
+            source = next(iter(unit.reads)).partition("#")[0] if len(unit.reads) == 1 else "x"
+            alone = len(readers) == 1 and any(list(terms) == [unit.name] for terms in readers[0].inputs)
+            if alone and readers[0].role in {"mixer", "ffn"}:
                 add(unit.name, f"{names[readers[0].name]}_norm")
             elif role_of.get(source) in {"mixer", "ffn"}:
                 add(unit.name, f"{names[source]}_post_norm")
             else:
                 add(unit.name, "norm")
+        elif unit.role == "join":
+            fed = feeds(unit.name)
+            add(unit.name, "residual" if fed is None else f"{names[fed]}_input")
         elif unit.role == "scale":
             source = next(iter(unit.reads))
             add(unit.name, f"{'residual' if source == 'x' else names.get(source, 'value')}_scale")
     units = [
-        Unit(names[unit.name], unit.path, unit.role, {names[name]: f for name, f in unit.reads.items()})
+        replace(
+            unit,
+            name=names[unit.name],
+            reads=renamed(unit.reads),
+            more=[renamed(terms) for terms in unit.more],
+            after=tuple(names[name] for name in unit.after),
+        )
         for unit in parts.units
     ]
-    return LayerParts(units, {names[name]: factor for name, factor in parts.gives.items()})
+    return LayerParts(units, renamed(parts.gives), parts.keeps)

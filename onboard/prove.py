@@ -68,15 +68,14 @@ def relative_error(ours: Tensor, reference: Tensor, floor: float = 0.0) -> float
 
 def block_function(site: Site, block: nn.Module, *, exact: bool = True) -> Callable[[Tensor], Tensor]:
     """The block as a function of the reference's hidden input: [B, S, H] in, [B, S, H] out."""
-    shape = site.call.hidden.shape
 
     def call(hidden: Tensor) -> Tensor:
         context = site.context
         like_the_reference = shifted_scores() if exact and "max" in site.operations.steps else contextlib.nullcontext()
-        flat = hidden.flatten(0, 1) if hidden.ndim == 4 else hidden.reshape(-1, shape[-1])
+        inputs = site.call.split(hidden)
         # The fused attention recomputes probabilities from a log-sum-exp, which loses digits once softmax saturates.
         with sdpa_kernel(SDPBackend.MATH) if exact else contextlib.nullcontext(), like_the_reference:
-            out = block(flat, context) if getattr(block, "uses_context", False) else block(flat)
+            out = block(*inputs, context) if getattr(block, "uses_context", False) else block(*inputs)
         return (join(out, 1) if isinstance(out, tuple) else out).reshape(site.call.result.shape)
 
     return call
@@ -190,7 +189,10 @@ def _beyond_limits(site: Site) -> list[float]:
 
 def _load(block: nn.Module, candidate: Candidate, site: Site) -> float:
     """Copies the module's parameters and saved buffers into the block. Infinity where they do not fit, else 0."""
-    values = candidate.values(state_of(site.module))
+    try:
+        values = candidate.values(state_of(site.module))
+    except (KeyError, ValueError):
+        return float("inf")
     parameters = {**dict(block.named_parameters()), **dict(block.named_buffers())}
     if values.keys() != parameters.keys():
         return float("inf")

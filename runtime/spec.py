@@ -16,7 +16,8 @@ __all__ = ["BlockSpec", "CheckpointId", "LayerKind", "LayerRun", "ModelSpec", "P
 
 
 class PartSpec(Record):
-    """One part of a layer. reads: the sum that it reads (`runtime.nn.wiring`), over "x" and parts before it."""
+    """One part of a layer. reads: the sum that it reads (`runtime.nn.wiring`), over "x" and parts before it; several of
+    them, with commas between, for a part with several inputs."""
 
     name: str = Field(pattern=r"^[a-z][a-z0-9_]*$")
     block: BlockSpec
@@ -24,10 +25,12 @@ class PartSpec(Record):
 
 
 class LayerKind(Record):
-    """A kind of decoder layer: its parts in the order in which they run, and the sum that it gives."""
+    """A kind of decoder layer: its parts in the order in which they run, and the sum that it gives. keeps: the sum that
+    it keeps for later layers, where they look back (`ModelSpec.history`)."""
 
     parts: list[PartSpec]
     gives: str
+    keeps: str = Field(default="", exclude_if=lambda keeps: not keeps)
 
     @classmethod
     def pre_norm(cls, mixer_norm: BlockSpec, mixer: BlockSpec, ffn_norm: BlockSpec, ffn: BlockSpec) -> "LayerKind":
@@ -50,7 +53,7 @@ class LayerKind(Record):
     def build(self, lifted: Mapping[str, type] | None = None) -> nn.DecoderLayer:
         """The layer itself, parameters uninitialised. lifted: classes of the model's lifted source."""
         parts = {part.name: part.block.build(lifted) for part in self.parts}
-        return nn.DecoderLayer(parts, {part.name: part.reads for part in self.parts}, self.gives)
+        return nn.DecoderLayer(parts, {part.name: part.reads for part in self.parts}, self.gives, self.keeps)
 
 
 class LayerRun(Record):
@@ -163,6 +166,7 @@ class ModelSpec(Record):
     logit_rows: int | None = None
     streams: int = 1
     merge: BlockSpec | None = None
+    history: bool = Field(default=False, exclude_if=lambda history: not history)
     layer_kinds: list[LayerKind]
     layers: list[LayerRun]
     norm: BlockSpec
@@ -201,6 +205,7 @@ class ModelSpec(Record):
             logit_rows=self.logit_rows,
             streams=self.streams,
             merge=built(self.merge),
+            history=self.history,
         )
 
     def blocks(self) -> list[BlockSpec]:

@@ -13,6 +13,7 @@ from dayzero.onboard.candidates.convolution import propose_recurrent_block, prop
 from dayzero.onboard.candidates.delta_rule import propose_delta_rule
 from dayzero.onboard.candidates.evidence import Candidate, Evidence, Site, site_of
 from dayzero.onboard.candidates.feed_forward import propose_feed_forward
+from dayzero.onboard.candidates.joins import propose_join
 from dayzero.onboard.candidates.latent_attention import propose_latent_attention
 from dayzero.onboard.candidates.linear_attention import propose_lightning_attention
 from dayzero.onboard.candidates.matrix_memory import propose_mlstm
@@ -48,7 +49,9 @@ PROPOSERS: dict[str, tuple[Callable[[Site], list[Candidate]], ...]] = {
     "ffn": (propose_feed_forward, propose_moe),
     "routing": (propose_routing,),
     "connection": (propose_connection,),
-    "merge": (propose_merge,),
+    "merge": (propose_merge, propose_join),
+    "join": (propose_join,),
+    "mixer of several": (),
 }
 
 

@@ -4,7 +4,9 @@ Dimension letters: T tokens (all documents of a batch packed end to end), H hidd
 D head size, E experts, K experts per token, F feed-forward width, V vocabulary.
 """
 
+from .affine import Affine, AffineSum
 from .attention import GroupedQueryAttention
+from .attention_residual import AttentionResidual
 from .block_indexer import BlockIndexer
 from .carried_router import CarriedRouter
 from .causal_lm import CausalLM
@@ -35,6 +37,7 @@ from .norm import GatedRMSNorm, RMSNorm, ScaledFirstRMSNorm, SelfGatedRMSNorm
 from .pooled_indexer import MeanPooledIndexer, PooledIndexer
 from .product_key_router import ProductKeyRouter
 from .relative_attention import RelativeAttention
+from .residual_gate import ResidualGate
 from .rg_lru import RecurrentBlock
 from .rotary import Rotary
 from .router import Router, Routing
@@ -47,6 +50,10 @@ from .top_one_router import TopOneRouter
 BLOCKS = {
     block.__name__: block
     for block in (
+        Affine,
+        AffineSum,
+        AttentionResidual,
+        ResidualGate,
         MLSTM,
         TimeMix,
         ChannelMix,
@@ -106,6 +113,9 @@ BLOCKS = {
 __all__ = [
     "BLOCKS",
     "MLSTM",
+    "Affine",
+    "AffineSum",
+    "AttentionResidual",
     "BlockIndexer",
     "CarriedRouter",
     "CausalLM",
@@ -149,6 +159,7 @@ __all__ = [
     "RMSNorm",
     "RecurrentBlock",
     "RelativeAttention",
+    "ResidualGate",
     "Rotary",
     "Router",
     "Routing",

@@ -18,7 +18,8 @@ class CausalLM(nn.Module):
     its own, [V, H]. embed_scale multiplies the embeddings, embed_norm follows them. The logits are logit_softcap *
     tanh(logit_scale * (W x + b) / logit_softcap); logit_softcap None: just scaled. logit_rows: of a head
     padded to a round number of rows, those that are tokens. streams: copies of the embeddings
-    that layers pass on, [T, streams, H]; merge makes [T, H] of them after the last layer.
+    that layers pass on, [T, streams, H]; merge makes [T, H] of them after the last layer. history: layers hand on a
+    tuple of what was kept of the stream and the stream itself (`DecoderLayer`); merge is given all of it.
     """
 
     def __init__(
@@ -37,6 +38,7 @@ class CausalLM(nn.Module):
         logit_rows: int | None = None,
         streams: int = 1,
         merge: nn.Module | None = None,
+        history: bool = False,
     ):
         super().__init__()
         self.embed = nn.Embedding(vocabulary, hidden)
@@ -45,7 +47,7 @@ class CausalLM(nn.Module):
         self.rotaries = nn.ModuleList(rotaries)
         self.embed_scale, self.embed_norm = embed_scale, embed_norm
         self.logit_scale, self.logit_softcap, self.logit_rows = logit_scale, logit_softcap, logit_rows
-        self.streams, self.merge = streams, merge
+        self.streams, self.merge, self.history = streams, merge, history
         self.head = None if tied else nn.Linear(hidden, vocabulary, bias=False)
         self.head_bias = nn.Parameter(torch.empty(vocabulary)) if head_bias else None
 
@@ -76,12 +78,14 @@ class CausalLM(nn.Module):
         context = Context(cu_seqlens, lengths, position, tables, ids)
         if self.streams > 1:
             x = x[:, None].expand(-1, self.streams, -1)
+        if self.history:
+            x = (x,)
         for layer in self.layers:
             # Each has its own view of what earlier ones left: recomputed later, it finds what it found the first time.
             context = replace(context, shared=dict(context.shared))
             x = layer(x, context)
         if self.merge is not None:
-            x = self.merge(x)
+            x = self.merge(*x) if isinstance(x, tuple) else self.merge(x)
         x = self.norm(x)
         weight = self.embed.weight if self.head is None else self.head.weight
         head = Head(weight, self.head_bias, self.logit_scale, self.logit_softcap, self.logit_rows)

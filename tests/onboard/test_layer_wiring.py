@@ -110,9 +110,14 @@ def test_what_is_no_sum_is_said(model, forward, says):
 
 def test_a_child_can_be_looked_into(model):
     units, _ = wiring(model)
-    with pytest.raises(Undiscovered, match=r"tower\.1"):
-        wiring(model, expanded={"do"})
     assert [path for _, path, _, _ in units] == ["zig", "see", "zag", "do"]
+    units, gives = wiring(model, expanded={"do"})
+    assert [(path, role) for _, path, role, _ in units[2:]] == [
+        ("zag", "norm"),
+        ("do.door", "routing"),
+        ("do.hall", "ffn"),
+    ]
+    assert gives == {"x": 1.0, "mixer": 1.0, "ffn": 1.0}
 
 
 def test_solving_for_coefficients():
