@@ -155,7 +155,8 @@ def climb(
     tell("L2: the generated model against the reference")
     rung = model_rung(lambda folder: load_shrunk(specification, folder), specification.shrunk_config, tell)
     rungs["L2"] = _with_real_weights(rung, checkpoint, specification, tell)
-    blocks = {"proven": len(specification.tried), "lifted": 0, "unverified": 0}
+    lifted = sum(tried.block == "Lifted" for tried in specification.tried)
+    blocks = {"proven": len(specification.tried) - lifted, "lifted": lifted, "unverified": 0}
     return Alignment(rungs=rungs, blocks=blocks, hashes=hashes)
 
 

@@ -27,13 +27,13 @@ from dayzero.runtime.nn.lifted import check_source
 from dayzero.runtime.spec import ModelSpec
 
 _LARGEST = 64_000_000  # bytes of one file of a package
-_FOLDER = ".sandbox"  # beside the packages: what the sandbox may write to
+_FOLDER, _PACKAGES = ".sandbox", "packages"  # beside the packages: what the sandbox may write to, and below it
 
 
 def execute_confined(run: Run, unsafe: bool = False) -> Iterator[Progress | Outcome]:
     """`agent.execute`, in the sandbox. The package takes its place only when it is complete and checked."""
     folder = _staging(run.target.parent, run.name, keep=True)
-    _copy_kept(run.target, folder / run.name)
+    _copy_kept(run.target, folder / _PACKAGES / run.name)
     request = {"job": "run", "devices": run.devices, "hbm": run.hbm, "align": run.align}
     done: dict[str, Any] = {}
     for item in _items(request, run.checkpoint, folder, run.name, unsafe):
@@ -46,7 +46,7 @@ def execute_confined(run: Run, unsafe: bool = False) -> Iterator[Progress | Outc
     except ValidationError:
         raise RunFailed("the sandbox ended without an outcome") from None
     if not outcome.unproven:
-        _accept(folder / run.name, run.target, run.checkpoint)
+        _accept(folder / _PACKAGES / run.name, run.target, run.checkpoint)
     shutil.rmtree(folder, ignore_errors=True)
     _drop_empty(folder.parent)
     yield outcome
@@ -57,7 +57,7 @@ def align_confined(
 ) -> tuple[Alignment, list[Tried]]:
     """`package.align_package`, in the sandbox."""
     folder = _staging(package.parent, package.name)
-    shutil.copytree(package, folder / package.name, symlinks=True)
+    shutil.copytree(package, folder / _PACKAGES / package.name, symlinks=True)
     done: dict[str, Any] = {}
     for item in _items({"job": "align"}, checkpoint, folder, package.name, unsafe):
         if "line" in item:
@@ -68,7 +68,7 @@ def align_confined(
         tried = [Tried.model_validate(one) for one in done.get("tried", [])]
     except ValidationError:
         raise RunFailed("the sandbox ended without an alignment") from None
-    _accept(folder / package.name, package, checkpoint)
+    _accept(folder / _PACKAGES / package.name, package, checkpoint)
     shutil.rmtree(folder, ignore_errors=True)
     _drop_empty(folder.parent)
     return alignment, tried
@@ -94,7 +94,8 @@ def _items(request: dict[str, Any], checkpoint: Path, folder: Path, name: str, u
     """The objects that the job says, one a line; lines that are none are left out. Raises what it ends with."""
     from dayzero.onboard.composition import NotProven, Unproven
 
-    request = {**request, "checkpoint": str(checkpoint.resolve()), "folder": str(folder.resolve()), "name": name}
+    packages = folder.resolve() / _PACKAGES  # not the folder itself: inside, that can be emptied but not removed
+    request = {**request, "checkpoint": str(checkpoint.resolve()), "folder": str(packages), "name": name}
     argv = [sys.executable, "-P", "-m", "dayzero.onboard.inside", json.dumps(request)]
     seen = [*sandbox.python_folders(), *sandbox.checkpoint_folders(checkpoint)]
     try:

@@ -24,6 +24,7 @@ from typing import Any
 from torch import nn
 
 from dayzero.onboard.cleaning import Known, clean
+from dayzero.onboard.remote_code import CHECKPOINT_PACKAGE
 from dayzero.runtime.nn import upstream
 from dayzero.runtime.nn.lifted import IMPORTS, UPSTREAM
 
@@ -245,6 +246,8 @@ def _label(module: types.ModuleType) -> str:
     top = sys.modules.get(root)
     folder = Path(next(iter(getattr(top, "__path__", [])), "/nowhere"))
     file = Path(module.__file__ or "")
+    if root.startswith(CHECKPOINT_PACKAGE):
+        return file.relative_to(folder).as_posix()
     if file.is_relative_to(folder) and not root.startswith("dayzero"):
         return str(Path(root, file.relative_to(folder)))
     return file.name

@@ -21,6 +21,7 @@ from dayzero.runtime.strict_json import shown
 
 # What config.json may call a model that predicts the next token, the surest first.
 _MODELS = ("AutoModelForCausalLM", "AutoModelForImageTextToText", "AutoModelForVision2Seq", "AutoModelForSeq2SeqLM")
+CHECKPOINT_PACKAGE = "checkpoint_code_"  # begins the name under which a checkpoint's folder is imported
 _REFERENCE = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)+", re.ASCII)
 
 
@@ -98,7 +99,7 @@ def files_to_run(folder: Path, code: RemoteCode) -> list[str]:
 
 def _package(folder: Path) -> str:
     """The name under which the folder is a package of this process. Relative imports stay inside it."""
-    name = f"checkpoint_code_{hashlib.sha256(str(folder.resolve()).encode()).hexdigest()[:8]}"
+    name = f"{CHECKPOINT_PACKAGE}{hashlib.sha256(str(folder.resolve()).encode()).hexdigest()[:8]}"
     if name not in sys.modules:
         package = types.ModuleType(name)
         package.__path__ = [str(folder)]

@@ -123,7 +123,8 @@ def specify(
         spec=spec,
         shrunk=shrunk,
         shrunk_config=small,
-        tried=[_tried(path, made) for path, made in attempts.items()],
+        # A module that no block stands for may still have been tried, before what is around it was copied.
+        tried=[_tried(path, made) for path, made in attempts.items() if any(attempt.proven for attempt in made)],
         unread=unread,
         interventions=interventions,
     )
