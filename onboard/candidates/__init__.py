@@ -9,7 +9,11 @@ from collections.abc import Callable
 
 from dayzero.onboard.candidates.attention import propose_attention
 from dayzero.onboard.candidates.compressed_attention import propose_compressed_attention
-from dayzero.onboard.candidates.convolution import propose_recurrent_block, propose_short_convolution
+from dayzero.onboard.candidates.convolution import (
+    propose_convolution_residual,
+    propose_recurrent_block,
+    propose_short_convolution,
+)
 from dayzero.onboard.candidates.delta_rule import propose_delta_rule
 from dayzero.onboard.candidates.evidence import Candidate, Evidence, Site, site_of
 from dayzero.onboard.candidates.feed_forward import propose_feed_forward
@@ -41,6 +45,7 @@ PROPOSERS: dict[str, tuple[Callable[[Site], list[Candidate]], ...]] = {
         propose_mamba,
         propose_lightning_attention,
         propose_short_convolution,
+        propose_convolution_residual,
         propose_recurrent_block,
         propose_time_mix,
         propose_channel_mix,

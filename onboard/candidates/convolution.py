@@ -14,7 +14,7 @@ from dayzero.onboard.candidates.projections import (
     shares,
     split_convolutions,
 )
-from dayzero.runtime.weights import Source, Stored
+from dayzero.runtime.weights import Source, Squeeze, Stored
 
 _THREE = (("B", "C", "u"), ("B", "u", "C"), ("C", "B", "u"))
 _ACTIVATIONS = (("silu", "silu"), ("gelu_tanh", "gelu"), ("gelu", "gelu"), ("relu", "relu"))
@@ -34,6 +34,40 @@ def propose_short_convolution(site: Site) -> list[Candidate]:
             arguments, parameters = _common(site, output, conv, split)
             found.append(Candidate("GatedShortConvolution", arguments, parameters))
     return found
+
+
+def propose_convolution_residual(site: Site) -> list[Candidate]:
+    """One depthwise convolution over the stream itself, added to it; what the sum is divided by is a number of the
+    code, often the root of how many terms it has."""
+    parameters = dict(site.module.named_parameters())
+    convolutions = depthwise(site)
+    if len(convolutions) != 1 or convolutions[0][1] != site.call.hidden.shape[-1]:
+        return []
+    name, channels = convolutions[0]
+    rest = [other for other in parameters if other != name]
+    if len(rest) > 1 or any(parameters[other].shape != (channels,) for other in rest):
+        return []
+    sources: dict[str, Source] = {"weight": Squeeze((1,), Stored(name))}
+    if rest:
+        sources["bias"] = Stored(rest[0])
+    divided = [step.numbers[-1] for step in site.operations.sequence if step.name == "div" and step.numbers]
+    arguments = {"hidden": size(name, 0), "conv_width": size(name, 2), "bias": literal(bool(rest), "the parameters")}
+    return [
+        Candidate("ConvolutionResidual", {**arguments, "divisor": divisor}, dict(sources))
+        for divisor in [*(_root_of_terms(name, site, value) for value in dict.fromkeys(divided)), _UNDIVIDED]
+    ]
+
+
+_UNDIVIDED = literal(1.0, "no division in the trace")
+
+
+def _root_of_terms(name: str, site: Site, value: float) -> Evidence:
+    width = site.module.get_parameter(name).shape[2]
+    if abs(value - (width + 1) ** 0.5) <= 1e-12 * value:
+        return Evidence(
+            f"sqrt(shape of {name}[2] + 1)", lambda module, config: (module.get_parameter(name).shape[2] + 1) ** 0.5
+        )
+    return causes(site, value)[0]
 
 
 def propose_recurrent_block(site: Site) -> list[Candidate]:

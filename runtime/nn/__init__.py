@@ -14,6 +14,7 @@ from .channel_scale import ChannelScale
 from .compressed_attention import CompressedAttention
 from .compressor import CompressedIndexer, Compressor
 from .context import Context
+from .convolution_residual import ConvolutionResidual
 from .decoder_layer import DecoderLayer
 from .experts import Experts
 from .feed_forward import FeedForward, GatedFeedForward
@@ -67,6 +68,7 @@ BLOCKS = {
         CompressedAttention,
         CompressedIndexer,
         Compressor,
+        ConvolutionResidual,
         DecoderLayer,
         Experts,
         FeedForward,
@@ -126,6 +128,7 @@ __all__ = [
     "CompressedIndexer",
     "Compressor",
     "Context",
+    "ConvolutionResidual",
     "DecoderLayer",
     "Experts",
     "FeedForward",
