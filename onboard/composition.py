@@ -12,23 +12,34 @@ from torch import nn
 from dayzero.onboard.align.ladder import rounded_up
 from dayzero.onboard.calls import Call, tensors
 from dayzero.onboard.candidates import Candidate, Evidence, site_of
+from dayzero.onboard.candidates.evidence import size
 from dayzero.onboard.candidates.factor import explain_factor
+from dayzero.onboard.candidates.lifted import LiftedCandidate
 from dayzero.onboard.candidates.rotary import TOLERANCE as ROTARY_TOLERANCE
 from dayzero.onboard.candidates.rotary import ProposedRotary, propose_rotaries
+from dayzero.onboard.candidates.routing import routing_call
 from dayzero.onboard.discover import ModelParts, Undiscovered, discover
 from dayzero.onboard.handed import Table, handed_tables
-from dayzero.onboard.layer_wiring import Unit, layer_parts
+from dayzero.onboard.layer_wiring import LayerParts, Unit, layer_parts
+from dayzero.onboard.lift import merge as merged_source
+from dayzero.onboard.lifting import parts_of, prove_lifted
 from dayzero.onboard.prove import Attempt, attempt, prove
 from dayzero.onboard.reference import state_of, text_config
 from dayzero.onboard.shrink import layer_signatures, part_signature
 from dayzero.onboard.stream_wiring import has_streams, stream_layer
 from dayzero.runtime.nn import BLOCKS
-from dayzero.runtime.nn.wiring import text_of
+from dayzero.runtime.nn.wiring import text_of_inputs
 from dayzero.runtime.spec import BlockSpec, CheckpointId, LayerKind, LayerRun, ModelSpec, PartSpec, Proof
 from dayzero.runtime.weights import Stored
 
 # What may stand for a unit, by the role that its call shows.
-_PROPOSE_AS = {"norm": ("norm", "ffn"), "mixer": ("mixer",), "ffn": ("ffn", "norm")}
+_PROPOSE_AS = {
+    "norm": ("norm", "ffn"),
+    "mixer": ("mixer",),
+    "ffn": ("ffn", "norm"),
+    "join": ("join",),
+    "routing": ("routing",),
+}
 
 
 @dataclass
@@ -51,12 +62,13 @@ class NotProven(Exception):
 @dataclass
 class ProvenPart:
     """A unit of a layer and what stands for it. factors: of what it reads, by name. tables: for each pair of rotary
-    tables that the reference hands it, which of the model's it is."""
+    tables that the reference hands it, which of the model's it is. more: of what it reads beside that."""
 
     unit: Unit
     attempt: Attempt
     factors: dict[str, Evidence]
     tables: list[int]
+    more: list[dict[str, Evidence]] = field(default_factory=list)
 
     @property
     def path(self) -> str:
@@ -66,10 +78,11 @@ class ProvenPart:
 
 @dataclass
 class ProvenLayer:
-    """The parts of a layer in order, and the sum it gives."""
+    """The parts of a layer in order, and the sum it gives. keeps: what it keeps for later layers."""
 
     parts: list[ProvenPart]
     gives: dict[str, Evidence]
+    keeps: dict[str, Evidence] = field(default_factory=dict)
 
     @property
     def attempts(self) -> dict[str, Attempt]:
@@ -102,6 +115,13 @@ class Proven:
     merge: Attempt | None = None
 
     @property
+    def candidates(self) -> list[Candidate]:
+        """Everything that was proven, layers first."""
+        layers = [part.attempt.candidate for layer in self.layers for part in layer.parts]
+        outside = [attempt.candidate for attempt in (self.norm, self.embed_norm, self.merge) if attempt is not None]
+        return [*layers, *outside]
+
+    @property
     def claims(self) -> dict[str, Candidate]:
         """Path -> what was proven for the module there."""
         parts = self.parts
@@ -126,14 +146,18 @@ class _Prover:
         self.known: dict[tuple, Attempt | None] = {}
         self.unproven: dict[str, Unproven] = {}
 
-    def best(self, roles: tuple[str, ...], path: str, signature: tuple, joined: bool = False) -> Attempt | None:
-        """The best block for the module at `path`; None, with the reason in `unproven`, where there is none."""
+    def best(
+        self, roles: tuple[str, ...], path: str, signature: tuple, joined: bool = False, call: Call | None = None
+    ) -> Attempt | None:
+        """The best block for the module at `path`; None, with the reason in `unproven`, where there is none.
+
+        call: the module as another function of its arguments than of the first one.
+        """
         key = (roles, signature)
         if key not in self.known:
             self.tell(f"proving {path}")
             site = site_of(self.calls, path, self.config)
-            if joined:
-                site.call = replace(site.call, joined=True)
+            site.call = call or replace(site.call, joined=joined)
             attempts: list[Attempt] = []
             survivors: list[Attempt] = []
             if path in self.usual:
@@ -153,6 +177,25 @@ class _Prover:
                 kind = type(self.calls[path].module).__name__
                 why = f"no block reproduces {kind}" if tried else f"no block here is like {kind}"
                 self.unproven[path] = Unproven(path, why, tried)
+        return self.known[key]
+
+    def lifted(self, path: str, signature: tuple, replace: Mapping[str, Candidate] | None = None) -> Attempt | None:
+        """The module's own code, copied, where that is proven to do the same; None, with the reason in `unproven`.
+
+        replace: paths inside it -> what stands there instead.
+        """
+        key = (("lifted", *sorted(replace or {})), signature)
+        if key not in self.known:
+            self.tell(f"lifting {path}")
+            site = site_of(self.calls, path, self.config)
+            made, attempts, why = prove_lifted(site, replace or {}, self.generator)
+            self.attempts.setdefault(path, []).extend(attempts)
+            self.known[key] = made
+            if made is None:
+                before = self.unproven.get(path)
+                tried = [*(before.tried if before else []), *(f"{a.candidate.block}: {a.objection}" for a in attempts)]
+                reason = f"{before.why}, and its own code cannot stand by itself: {why}" if before else why
+                self.unproven[path] = Unproven(path, reason, tried[-3:])
         return self.known[key]
 
 
@@ -179,12 +222,16 @@ def prove_model(
     unproven: list[Unproven] = []
     for index in range(parts.count):
         try:
-            layers.append(_prove_layer(prover, rotaries, f"{parts.layers}.{index}", signatures[index]))
+            layers.append(_prove_or_lift_layer(prover, rotaries, f"{parts.layers}.{index}", signatures[index]))
         except NotProven as error:
             unproven += [item for item in error.unproven if item not in unproven]
     norm = prover.best(("norm",), parts.norm, ("final norm",))
-    embed_norm = prover.best(("norm",), parts.embed_norm, ("embedding norm",)) if parts.embed_norm else None
-    merge = prover.best(("merge",), parts.merge, ("merge",)) if parts.merge else None
+    embed_norm = (
+        prover.best(("norm",), parts.embed_norm, ("embedding norm",))
+        if parts.embed_norm is not None and not parts.embed_affine
+        else _affine(parts)
+    )
+    merge = prover.best(("merge",), parts.merge, ("merge",), call=parts.merge_call) if parts.merge else None
     outside = [path for path in (parts.norm, parts.embed_norm, parts.merge) if path in prover.unproven]
     unproven += [prover.unproven[path] for path in outside] + rotaries.unproven
     if unproven or norm is None:
@@ -206,8 +253,29 @@ def prove_model(
     return proven, prover.attempts
 
 
+def _prove_or_lift_layer(prover: _Prover, rotaries: "_Rotaries", layer: str, signature: Any) -> ProvenLayer:
+    """The layer by its parts; as its own code with proven blocks inside, where its wiring is no sum of parts."""
+    try:
+        return _prove_layer(prover, rotaries, layer, signature)
+    except NotProven as error:
+        call = prover.calls[layer]
+        inside: dict[str, Candidate] = {}
+        for path, role in parts_of(prover.calls, layer).items():
+            key = (role, part_signature(signature, path), _handed(prover.calls[f"{layer}.{path}"]))
+            if (attempt := prover.best(_PROPOSE_AS[role], f"{layer}.{path}", key)) is not None:
+                inside[path] = attempt.candidate
+        attempt = prover.lifted(layer, ("layer", signature, _handed(call)), inside)
+        if attempt is None:
+            raise NotProven([*error.unproven, prover.unproven[layer]]) from None
+        unit = Unit("layer", "", "layer", {"x": 1.0})
+        tables = rotaries.indices(call) if _uses_tables(attempt.candidate) else []
+        part = ProvenPart(unit, attempt, _factors(unit.reads, prover, layer), tables)
+        return ProvenLayer([part], _factors({"layer": 1.0}, prover, layer))
+
+
 def _prove_layer(prover: _Prover, rotaries: "_Rotaries", layer: str, signature: Any) -> ProvenLayer:
-    """The layer's wiring and a block for each of its units; a unit that no block explains is looked into.
+    """The layer's wiring and a block for each of its units; a unit that no block explains is looked into, and where
+    nothing inside explains it, its own code is copied.
 
     Raises NotProven with what stays open, of the coarsest wiring.
     """
@@ -215,36 +283,60 @@ def _prove_layer(prover: _Prover, rotaries: "_Rotaries", layer: str, signature: 
         return _prove_stream_layer(prover, rotaries, layer, signature)
     expanded: set[str] = set()
     first: list[Unproven] = []
+    wirings: list[LayerParts] = []
     while True:
         try:
-            wiring = layer_parts(prover.calls, layer, expanded)
+            wirings.append(layer_parts(prover.calls, layer, expanded))
         except Undiscovered as error:
-            raise NotProven(first or [Unproven("structure", str(error))]) from None
-        open_units: list[str] = []
-        proven: list[ProvenPart] = []
-        for unit in wiring.units:
-            if unit.role == "scale":
-                proven.append(ProvenPart(unit, _scale(unit), _factors(unit.reads, prover, layer), []))
-                continue
-            path = f"{layer}.{unit.path}"
-            key = (unit.role, part_signature(signature, unit.path), _handed(prover.calls[path]))
-            attempt = prover.best(_PROPOSE_AS[unit.role], path, key)
-            if attempt is None:
-                open_units.append(unit.path)
-                continue
-            uses = _uses_tables(attempt.candidate)
-            tables = rotaries.indices(prover.calls[path]) if uses else []
-            proven.append(ProvenPart(unit, attempt, _factors(unit.reads, prover, layer), tables))
+            if not wirings:
+                raise NotProven([Unproven("structure", str(error))]) from None
+            break
+        proven, open_units = _prove_units(prover, rotaries, layer, signature, wirings[-1], lift=False)
         if not open_units:
-            return ProvenLayer(proven, _factors(wiring.gives, prover, layer))
+            return _proven_layer(prover, layer, proven, wirings[-1])
         first = first or [
             prover.unproven.get(f"{layer}.{path}") or Unproven(f"{layer}.{path}", "no block reproduces it")
             for path in open_units
         ]
         expandable = {path for path in open_units if len(list(prover.calls[f"{layer}.{path}"].module.children())) > 1}
         if not expandable:
-            raise NotProven(first)
+            break
         expanded |= expandable
+    for wiring in reversed(wirings):  # the finest first: as little as possible is copied
+        proven, open_units = _prove_units(prover, rotaries, layer, signature, wiring, lift=True)
+        if not open_units:
+            return _proven_layer(prover, layer, proven, wiring)
+    raise NotProven(first)
+
+
+def _proven_layer(prover: _Prover, layer: str, parts: list[ProvenPart], wiring: LayerParts) -> ProvenLayer:
+    return ProvenLayer(parts, _factors(wiring.gives, prover, layer), _factors(wiring.keeps or {}, prover, layer))
+
+
+def _prove_units(
+    prover: _Prover, rotaries: "_Rotaries", layer: str, signature: Any, wiring: LayerParts, lift: bool
+) -> tuple[list[ProvenPart], list[str]]:
+    """The units of a wiring that are proven, and the paths of those that are not. lift: copied where no block is."""
+    open_units: list[str] = []
+    proven: list[ProvenPart] = []
+    for unit in wiring.units:
+        if unit.role == "scale":
+            proven.append(ProvenPart(unit, _scale(unit), _factors(unit.reads, prover, layer), []))
+            continue
+        path = f"{layer}.{unit.path}"
+        call = unit.call if unit.role != "routing" else routing_call(prover.calls[path], unit.classes)
+        key = (unit.role, part_signature(signature, unit.path), _handed(call or prover.calls[path]))
+        roles = _PROPOSE_AS[unit.role] if len(unit.inputs) == 1 else ("mixer of several", "join")
+        attempt = prover.best(roles, path, key, call=call)
+        if attempt is None and lift and call is None:
+            attempt = prover.lifted(path, key)
+        if attempt is None:
+            open_units.append(unit.path)
+            continue
+        tables = rotaries.indices(prover.calls[path]) if _uses_tables(attempt.candidate) else []
+        more = [_factors(terms, prover, layer) for terms in unit.more]
+        proven.append(ProvenPart(unit, attempt, _factors(unit.reads, prover, layer), tables, more))
+    return proven, open_units
 
 
 def _prove_stream_layer(prover: _Prover, rotaries: "_Rotaries", layer: str, signature: Any) -> ProvenLayer:
@@ -278,6 +370,14 @@ def _prove_stream_layer(prover: _Prover, rotaries: "_Rotaries", layer: str, sign
     if unproven:
         raise NotProven(unproven)
     return ProvenLayer(parts, _factors({reads: 1.0}, prover, layer))
+
+
+def _affine(parts: ModelParts) -> Attempt | None:
+    """Vectors beside the embedding that shift and scale its rows, as a block: finding them has proven it."""
+    if not parts.embed_affine:
+        return None
+    sources = {role: Stored(name) for role, name in parts.embed_affine.items()}
+    return Attempt(Candidate("Affine", {"width": size(parts.embed_affine["weight"], 0)}, sources), 0.0, "wiring")
 
 
 def _scale(unit: Unit) -> Attempt:
@@ -327,7 +427,8 @@ class _Rotaries:
 
 def _handed(call: Call) -> tuple[str, ...]:
     """Digests of the tensors that a module is handed beside its hidden input, such as its mask."""
-    others = [tensor for tensor in tensors((call.args, call.kwargs)) if tensor is not call.hidden]
+    inputs = call.inputs
+    others = [held for held in tensors((call.args, call.kwargs)) if not any(held is one for one in inputs)]
     return tuple(hashlib.sha256(tensor.detach().resolve_conj().numpy().tobytes()).hexdigest() for tensor in others)
 
 
@@ -356,7 +457,8 @@ def specification_of(
         rotaries.append(block.model_copy(update={"proof": proof}))
     embed_norm = None
     if proven.embed_norm is not None and parts.embed_norm is not None:
-        embed_norm = _block(proven.embed_norm, model.get_submodule(parts.embed_norm), config, parts.embed_norm)
+        where = f"{parts.embed_norm}." if parts.embed_affine else parts.embed_norm
+        embed_norm = _block(proven.embed_norm, model.get_submodule(parts.embed_norm), config, where)
     merge = None
     if proven.merge is not None and parts.merge is not None:
         merge = _block(proven.merge, model.get_submodule(parts.merge), config, parts.merge)
@@ -374,10 +476,12 @@ def specification_of(
         logit_softcap=proven.logit_softcap.resolve(model, config) if proven.logit_softcap else None,
         logit_rows=int(proven.logit_rows.resolve(model, config)) if proven.logit_rows else None,
         streams=_streams(proven, model, config),
+        history=parts.history,
         merge=merge,
         layer_kinds=kinds,
         layers=runs,
         norm=_block(proven.norm, model.get_submodule(parts.norm), config, parts.norm),
+        lifted=merged_source(made for candidate in proven.candidates for made in candidate.lifts),
         rules=[],
         initializer_range=float(getattr(config, "initializer_range", None) or 0.02),
         max_positions=getattr(config, "max_position_embeddings", None),
@@ -397,30 +501,39 @@ def _layer_kind(model: nn.Module, config: Any, proven: Proven, shrunk: int, inde
     """The kind of layer `index` of `model`, which is like the shrunk layer `shrunk`."""
     layer = model.get_submodule(f"{proven.parts.layers}.{index}")
 
-    def sum_text(factors: Mapping[str, Evidence]) -> str:
-        return text_of({name: evidence.resolve(layer, config) for name, evidence in factors.items()})
+    def sum_text(*sums: Mapping[str, Evidence]) -> str:
+        resolved = [{name: evidence.resolve(layer, config) for name, evidence in terms.items()} for terms in sums]
+        return text_of_inputs(resolved)
 
     held = []
     for part in proven.layers[shrunk].parts:
-        where = f"{proven.parts.layers}.{{layer}}.{part.unit.path}"
+        where = f"{proven.parts.layers}.{{layer}}.{part.unit.path}".rstrip(".")
         block = _block(part.attempt, layer.get_submodule(part.path), config, where)
         block = _with_tables(block, part.tables)
-        held.append(PartSpec(name=part.unit.name, block=block, reads=sum_text(part.factors)))
-    return LayerKind(parts=held, gives=sum_text(proven.layers[shrunk].gives))
+        held.append(PartSpec(name=part.unit.name, block=block, reads=sum_text(part.factors, *part.more)))
+    like = proven.layers[shrunk]
+    return LayerKind(parts=held, gives=sum_text(like.gives), keeps=sum_text(like.keeps) if like.keeps else "")
 
 
 def _uses_tables(candidate: Candidate) -> bool:
     """Whether the block, or one inside it, reads rotary tables."""
+    if isinstance(candidate, LiftedCandidate):
+        return candidate.reads_tables or any(map(_uses_tables, candidate.replace.values()))
     inner = [argument for argument in candidate.arguments.values() if isinstance(argument, Candidate)]
     return "table" in _arguments(candidate.block) or any(map(_uses_tables, inner))
 
 
 def _with_tables(block: BlockSpec, tables: list[int]) -> BlockSpec:
     """The block and those inside it, reading the model's rotary tables instead of the ones it was handed."""
-    arguments = {
-        name: _with_tables(value, tables) if isinstance(value, BlockSpec) else value
-        for name, value in block.arguments.items()
-    }
+
+    def renamed(value: Any) -> Any:
+        if isinstance(value, dict):
+            return {name: renamed(held) for name, held in value.items()}
+        return _with_tables(value, tables) if isinstance(value, BlockSpec) else value
+
+    arguments = {name: renamed(value) for name, value in block.arguments.items()}
+    if tables and block.block == "Lifted":
+        arguments["tables"] = [tables[number] for number in arguments["tables"]]
     if tables and "table" in _arguments(block.block):
         arguments["table"] = tables[arguments.get("table", 0)]
     return block.model_copy(update={"arguments": arguments})
@@ -434,7 +547,10 @@ def _arguments(block: str) -> Collection[str]:
 def _block(attempt: Attempt, module: nn.Module, config: Any, path: str) -> BlockSpec:
     spec = attempt.candidate.spec(module, config)
     proof = Proof(
-        status="proven", module=path, error=max(rounded_up(attempt.error), 1e-12), evidence=attempt.candidate.describe()
+        status="lifted" if attempt.candidate.lifts else "proven",
+        module=path,
+        error=max(rounded_up(attempt.error), 1e-12),
+        evidence=attempt.candidate.describe(),
     )
     return spec.model_copy(update={"proof": proof})
 

@@ -45,7 +45,8 @@ class Logits:
 @dataclass
 class ModelParts:
     """Paths of the parts. layers: path of the list, of `count` members. embed_scale: what multiplies the rows of the
-    embedding table. logits: how they follow from the head. streams: how many
+    embedding table. embed_affine: names of the two vectors of the module at `embed_norm` by which it shifts and scales
+    them, where that is no module of its own. logits: how they follow from the head. streams: how many
     copies of the embeddings the layers pass on; merge: what makes one of them again, or one value of all that layers
     kept where they look back (`history`). calls: of the whole forward pass by path."""
 
@@ -60,6 +61,7 @@ class ModelParts:
     streams: int = 1
     merge: str | None = None
     history: bool = False
+    embed_affine: dict[str, str] = field(default_factory=dict)
     merge_call: Call | None = field(default=None, repr=False)
     calls: dict[str, Call] = field(repr=False, default_factory=dict)
 
@@ -81,7 +83,17 @@ def discover(model: nn.Module, ids: Tensor) -> ModelParts:
     if history:
         merge_call = _after_history(calls, layers, last)
         merge, last = merge_call.path, merge_call.result
-    scale, embed_norm = _before_layers(calls, embed, layers, first, ids)
+    affine = {}
+    try:
+        scale, embed_norm = _before_layers(calls, embed, layers, first, ids)
+    except Undiscovered:
+        scale, embed_norm = 1.0, None
+        for owner in _parents(embed):
+            if affine := _affine(model.get_submodule(owner), calls[embed].result, first):
+                embed_norm = owner
+                break
+        else:
+            raise
     head, relation = _head(model, calls, logits)
     norm = _only(
         "final norm",
@@ -93,8 +105,45 @@ def discover(model: nn.Module, ids: Tensor) -> ModelParts:
     after_norm = solve(calls[head].hidden, {"norm": calls[norm].result})["norm"]
     relation = replace(relation, scale=relation.scale * after_norm)
     return ModelParts(
-        embed, scale, embed_norm, layers, count, norm, head, relation, streams, merge, history, merge_call, calls
+        embed,
+        scale,
+        embed_norm,
+        layers,
+        count,
+        norm,
+        head,
+        relation,
+        streams,
+        merge,
+        history,
+        affine,
+        merge_call,
+        calls,
     )
+
+
+def _parents(path: str) -> list[str]:
+    """Paths of the modules around the one at `path`, the innermost first."""
+    names = path.split(".")[:-1]
+    return [".".join(names[:count]) for count in range(len(names), -1, -1)]
+
+
+def _affine(owner: nn.Module, rows: Tensor, first: Tensor) -> dict[str, str]:
+    """{"weight": name, "bias": name} of vectors of `owner` with first = (rows + bias) * weight; {} without them."""
+    vectors = {
+        name: vector.detach()
+        for name, vector in owner.named_parameters(recurse=False)
+        if vector.shape == rows.shape[-1:] and first.shape == rows.shape
+    }
+    for (weight, factor), (bias, shift) in itertools.permutations(vectors.items(), 2):
+        if _relative(first, (rows + shift) * factor) <= 1e-12:
+            return {"weight": weight, "bias": bias}
+    return {}
+
+
+def _relative(wanted: Tensor, made: Tensor) -> float:
+    """||wanted - made|| / ||wanted||."""
+    return float((wanted - made).norm() / wanted.norm())
 
 
 def _after_history(calls: Mapping[str, Call], layers: str, last: Tensor) -> SeveralCall:

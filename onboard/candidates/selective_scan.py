@@ -73,7 +73,8 @@ def _norm_calls(site: Site) -> Iterator[tuple[str, Call]]:
         if len(list(call.module.parameters())) > 1 or not call.has_stream or call.hidden.shape != call.result.shape:
             continue
         weight = next(iter(call.module.parameters()), torch.ones(()))
-        if weight.ndim <= 1 and _epsilon(site, call, weight) is not None:
+        fits = weight.ndim == 0 or weight.shape == call.hidden.shape[-1:]
+        if fits and _epsilon(site, call, weight) is not None:
             yield path, call
 
 
