@@ -35,6 +35,7 @@ from dayzero.onboard.reference import (
     redraw,
 )
 from dayzero.onboard.shrink import SEQUENCE
+from dayzero.runtime.nn import GroupLimit
 from dayzero.runtime.package import Package
 from dayzero.runtime.safetensors_reader import SafetensorsReader, TensorsReader
 from dayzero.runtime.weights import bind
@@ -81,7 +82,7 @@ def _compare(generated: Package, config: Mapping[str, Any], dtype: torch.dtype) 
     documents = [torch.randint(3, generated.spec.vocabulary, (n,), generator=generator) for n in LENGTHS]
     tokens = sum(LENGTHS)
     like, chosen = _routing(ours, reference, documents[0])
-    choices = [_choose(tokens, experts, top_k, generator) for experts, top_k in chosen]
+    choices = _choose(tokens, chosen, _group_limits(ours), generator)
     errors = {}
     for routing in ("natural", "forced") if choices else ("natural",):
         forced = choices if routing == "forced" else None
@@ -100,12 +101,12 @@ def _compare(generated: Package, config: Mapping[str, Any], dtype: torch.dtype) 
 
 
 def _routing(ours: nn.Module, reference: nn.Module, ids: Tensor) -> tuple[set[tuple[int, int]], list[tuple[int, int]]]:
-    """(classes, top_k) of our routers, and of their choices in the order of one pass; none where the reference does not
-    choose in the same order, as where a table of the token ids decides."""
+    """(classes, top_k) of our routers and (groups, kept) of their limits; and both in the order of one pass, none where
+    the reference does not choose in the same order, as where a table of the token ids decides."""
     modules: list[Any] = list(ours.modules())
     like = {
         (module.experts, module.top_k) for module in modules if hasattr(module, "top_k") and hasattr(module, "experts")
-    }
+    } | _group_limits(ours)
     with torch.no_grad(), NoteTopK() as mine:
         ours(ids, torch.tensor([0, len(ids)]))
     with torch.no_grad(), NoteTopK() as theirs:
@@ -114,10 +115,33 @@ def _routing(ours: nn.Module, reference: nn.Module, ids: Tensor) -> tuple[set[tu
     return like, chosen if chosen == mine_chosen else []
 
 
-def _choose(tokens: int, experts: int, top_k: int, generator: torch.Generator) -> Tensor:
-    """Distinct random experts for each token, [tokens, top_k]; the last expert is never chosen."""
-    scores = torch.rand(tokens, experts - 1 if experts > top_k else experts, generator=generator)
-    return scores.topk(top_k, dim=-1).indices
+def _group_limits(model: nn.Module) -> set[tuple[int, int]]:
+    """(groups, kept) of routers that choose groups of experts first."""
+    return {(module.groups, module.kept) for module in model.modules() if isinstance(module, GroupLimit)}
+
+
+def _choose(
+    tokens: int, chosen: list[tuple[int, int]], limits: Collection[tuple[int, int]], generator: torch.Generator
+) -> list[Tensor]:
+    """Distinct random classes for each token, [tokens, top_k], for every choice in turn. After a choice of groups the
+    experts are of these groups; without one the last expert is never chosen, so that one is empty."""
+    choices: list[Tensor] = []
+    groups: tuple[int, Tensor] | None = None
+    for classes, top_k in chosen:
+        scores = torch.rand(tokens, classes, generator=generator)
+        if (classes, top_k) in limits:
+            choices.append(scores.topk(top_k, dim=-1).indices)
+            groups = classes, choices[-1]
+            continue
+        if groups is not None:
+            count, kept = groups
+            inside = torch.zeros(tokens, count, dtype=torch.bool).scatter(-1, kept, True)
+            scores = scores.masked_fill(~inside.repeat_interleave(classes // count, -1), -1.0)
+        elif classes > top_k:
+            scores[:, -1] = -1.0
+        choices.append(scores.topk(top_k, dim=-1).indices)
+        groups = None
+    return choices
 
 
 def _loss(logits: Tensor, documents: list[Tensor]) -> Tensor:
@@ -145,7 +169,7 @@ def _reference_pass(
         start += len(document)
     logits = torch.cat(parts)
     loss = _loss(logits, documents)
-    names = dict(model.named_parameters())
+    names = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
     grads = torch.autograd.grad(loss, list(names.values()), allow_unused=True, materialize_grads=True)
     gradients = dict(zip(names, grads, strict=True))
     return {"logits": logits.detach(), "loss": loss.detach(), "gradients": gradients}
@@ -158,7 +182,7 @@ def _our_pass(
     with sdpa_kernel(SDPBackend.MATH), ForceTopK(forced, like) if forced is not None else contextlib.nullcontext():
         logits = model(torch.cat(documents), bounds)
     loss = _loss(logits, documents)
-    names = dict(model.named_parameters())
+    names = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
     grads = torch.autograd.grad(loss, list(names.values()), allow_unused=True, materialize_grads=True)
     return {"logits": logits.detach(), "loss": loss.detach(), "gradients": dict(zip(names, grads, strict=True))}
 

@@ -24,13 +24,15 @@ class Matrix:
 
 @dataclass(frozen=True)
 class Bank:
-    """owner: path of the module that holds the experts. vectors: [E, length] as matrices of one row."""
+    """owner: path of the module that holds the experts. vectors: [E, length] as matrices of one row. counted_by: for
+    flat matrices, the parameter whose rows are as many as there are experts."""
 
     owner: str
     experts: int
     matrices: tuple[Matrix, ...]
     vectors: tuple[Matrix, ...]
     parameters: frozenset[str]
+    counted_by: str = ""
 
 
 def banks(site: Site) -> list[Bank]:
@@ -112,7 +114,7 @@ def _apart(site: Site) -> Iterator[Bank]:
 
 def _flat(site: Site) -> Iterator[Bank]:
     """Two or three parameters [E * rows, columns] of one module, where some other matrix of the site has E rows."""
-    counts = {p.shape[0] for _, p in site.module.named_parameters() if p.ndim == 2}
+    counts = {p.shape[0]: name for name, p in site.module.named_parameters() if p.ndim == 2}
     for path, module in site.module.named_modules():
         own = {name: p for name, p in module.named_parameters(recurse=False) if p.ndim == 2}
         if len(own) not in {2, 3} or len({p.shape for p in own.values()}) != 1:
@@ -126,7 +128,8 @@ def _flat(site: Site) -> Iterator[Bank]:
                 Matrix(prefix + name, Unflatten(0, experts, Stored(prefix + name)), rows // experts, columns, experts)
                 for name in own
             )
-            yield Bank(path, experts, matrices, (), frozenset(prefix + name for name in own))
+            names = frozenset(prefix + name for name in own)
+            yield Bank(path, experts, matrices, (), names, counted_by=counts[experts])
 
 
 def _tables(site: Site) -> Iterator[Bank]:

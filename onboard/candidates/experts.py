@@ -2,7 +2,7 @@
 
 import itertools
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
@@ -12,7 +12,7 @@ from dayzero.onboard.candidates.expert_banks import Bank, Matrix
 from dayzero.onboard.candidates.gates import activation_arguments, gate_arguments
 from dayzero.onboard.candidates.nesting import Inner
 from dayzero.runtime.nn.experts import Experts
-from dayzero.runtime.weights import Concat, Deinterleave, Part, Source, Transpose
+from dayzero.runtime.weights import Concat, Deinterleave, Part, Source, Transpose, Unflatten
 
 
 @dataclass(frozen=True)
@@ -121,7 +121,8 @@ def _sizes(bank: Bank, matrix: Matrix, down: Source) -> tuple[Evidence, Evidence
 
     def shape_of(module: nn.Module) -> tuple[int, ...]:
         shapes = {name: tuple(p.shape) for name, p in module.named_parameters()}
-        return down.shape(shapes, {})
+        source = recounted(down, shapes[bank.counted_by][0]) if bank.counted_by else down
+        return source.shape(shapes, {})
 
     label = f"shape of {matrix.name}"
     return (
@@ -132,6 +133,13 @@ def _sizes(bank: Bank, matrix: Matrix, down: Source) -> tuple[Evidence, Evidence
         Evidence(f"{label}: out", lambda module, config: shape_of(module)[1]),
         Evidence(f"{label}: in", lambda module, config: shape_of(module)[2]),
     )
+
+
+def recounted(source: Source, experts: int) -> Source:
+    """The expression for another number of experts whose rows stand in one flat matrix."""
+    if isinstance(source, Unflatten):
+        return replace(source, count=experts)
+    return source.with_children(tuple(recounted(child, experts) for child in source.children))
 
 
 def run_experts(block: Experts, x: Tensor, index: Tensor, weights: Tensor) -> Tensor:
