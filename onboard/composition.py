@@ -15,11 +15,13 @@ from dayzero.onboard.candidates import Candidate, Evidence, site_of
 from dayzero.onboard.candidates.evidence import size
 from dayzero.onboard.candidates.factor import explain_factor
 from dayzero.onboard.candidates.lifted import LiftedCandidate
+from dayzero.onboard.candidates.position_scale import propose_position_scale
 from dayzero.onboard.candidates.rotary import TOLERANCE as ROTARY_TOLERANCE
 from dayzero.onboard.candidates.rotary import ProposedRotary, propose_rotaries
 from dayzero.onboard.candidates.routing import routing_call
 from dayzero.onboard.discover import ModelParts, Undiscovered, discover
-from dayzero.onboard.handed import Table, handed_tables
+from dayzero.onboard.handed import Table, context_of, handed_tables
+from dayzero.onboard.handed import query_scale as query_scale_of
 from dayzero.onboard.layer_wiring import LayerParts, Unit, layer_parts
 from dayzero.onboard.lift import merge as merged_source
 from dayzero.onboard.lifting import parts_of, prove_lifted
@@ -107,6 +109,7 @@ class Proven:
     norm: Attempt
     embed_norm: Attempt | None
     rotaries: list[ProvenRotary]
+    query_scale: Candidate | None
     tied: bool
     embed_scale: Evidence
     logit_scale: Evidence
@@ -139,7 +142,7 @@ class _Prover:
     def __init__(
         self, reference: nn.Module, parts: ModelParts, generator: torch.Generator, tell: Callable[[str], None]
     ):
-        self.calls, self.config = parts.calls, text_config(reference)
+        self.calls, self.config, self.layers = parts.calls, text_config(reference), parts.layers
         self.generator, self.tell = generator, tell
         self.usual: Mapping[str, Candidate] = {}
         self.attempts: dict[str, list[Attempt]] = {}
@@ -232,6 +235,7 @@ def prove_model(
         else _affine(parts)
     )
     merge = prover.best(("merge",), parts.merge, ("merge",), call=parts.merge_call) if parts.merge else None
+    query_scale = _query_scale(prover, reference, layers, unproven)
     outside = [path for path in (parts.norm, parts.embed_norm, parts.merge) if path in prover.unproven]
     unproven += [prover.unproven[path] for path in outside] + rotaries.unproven
     if unproven or norm is None:
@@ -243,6 +247,7 @@ def prove_model(
         norm=norm,
         embed_norm=embed_norm,
         rotaries=rotaries.proven,
+        query_scale=query_scale,
         tied=head.weight is embed.weight,
         embed_scale=explain_factor(parts.embed_scale, embed, prover.config),
         logit_scale=explain_factor(parts.logits.scale, reference, prover.config),
@@ -425,6 +430,32 @@ class _Rotaries:
         return self.used.index(rotary)
 
 
+def _query_scale(
+    prover: _Prover, reference: nn.Module, layers: list[ProvenLayer], unproven: list[Unproven]
+) -> Candidate | None:
+    """The formula of the factors by position that the model hands to its layers, where one of them reads such."""
+    for index, layer in enumerate(layers):
+        for part in layer.parts:
+            handed = part.attempt.candidate.arguments.get("query_scale")
+            path = f"{prover.layers}.{index}.{part.path}"
+            if isinstance(handed, Evidence) and handed.resolve(prover.calls[path].module, prover.config) == "handed":
+                call = prover.calls[path]
+                factors = query_scale_of(call)
+                position = context_of(call).position
+                found = propose_position_scale(factors, position, reference, prover.config)
+                if found is None:
+                    unproven.append(Unproven(path, "no formula here gives the factors by position that it is handed"))
+                return found
+    return None
+
+
+def _query_scale_block(proven: Proven, model: nn.Module, config: Any) -> BlockSpec | None:
+    if proven.query_scale is None:
+        return None
+    proof = Proof(status="proven", module="", error=ROTARY_TOLERANCE, evidence=proven.query_scale.describe())
+    return proven.query_scale.spec(model, config).model_copy(update={"proof": proof})
+
+
 def _handed(call: Call) -> tuple[str, ...]:
     """Digests of the tensors that a module is handed beside its hidden input, such as its mask."""
     inputs = call.inputs
@@ -469,6 +500,7 @@ def specification_of(
         hidden=embed.weight.shape[1],  # type: ignore[union-attr]
         tied=proven.tied,
         rotaries=rotaries,
+        query_scale=_query_scale_block(proven, model, config),
         embed_scale=proven.embed_scale.resolve(embed, config),
         embed_norm=embed_norm,
         head_bias=getattr(head, "bias", None) is not None,

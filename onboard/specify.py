@@ -16,6 +16,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from dayzero.onboard.calls import Call
 from dayzero.onboard.candidates import Candidate
 from dayzero.onboard.canonical_config import set_by
+from dayzero.onboard.claims import Claim, check_claims
 from dayzero.onboard.composition import (
     NotProven,
     Unproven,
@@ -28,7 +29,16 @@ from dayzero.onboard.interventions import Intervention, intervene
 from dayzero.onboard.on_disk import quantised_rules, with_prefix, with_shared, with_stored_copies
 from dayzero.onboard.prove import TOLERANCE, Attempt, relative_error
 from dayzero.onboard.real_sizes import sizes_between
-from dayzero.onboard.reference import UnknownArchitecture, build, on_disk, redraw, run, text_config, text_prefix
+from dayzero.onboard.reference import (
+    UnknownArchitecture,
+    build,
+    on_disk,
+    redraw,
+    run,
+    text_config,
+    text_model,
+    text_prefix,
+)
 from dayzero.onboard.rules import NoRule, find_rules, full_rules, layer_templates
 from dayzero.onboard.shrink import SEQUENCE, NoSmallSizes, shrink_model
 from dayzero.runtime.errors import InputError
@@ -50,7 +60,8 @@ class Tried(Record):
 
 class Specification(Record):
     """spec: of the real model. shrunk: of the small one, whose config is shrunk_config. tried: one entry a distinct
-    block. unread: config fields that nobody explains. interventions: what became of the model when fields changed."""
+    block. unread: config fields that nobody explains. interventions: what became of the model when fields changed.
+    claims: what fields say that the reference does not compute with, and whether it is so."""
 
     spec: ModelSpec
     shrunk: ModelSpec
@@ -58,6 +69,7 @@ class Specification(Record):
     tried: list[Tried]
     unread: list[str]
     interventions: list[Intervention]
+    claims: list[Claim]
 
 
 def specify(
@@ -90,8 +102,8 @@ def specify(
     dormant = {name for name in unread if name in declared_fields(text_config(reference))}
     interventions = intervene(small, section, reads, dormant, proven, ids, identity, tell)
     inert = {name for item in interventions for name in item.reads}
-    inert |= {item.field for item in interventions if item.field in dormant and item.effect in {"none", "refused"}}
-    unread = [name for name in unread if name not in inert]
+    idle = {item.field for item in interventions if item.field in dormant and item.effect in {"none", "refused"}}
+    unread = [name for name in unread if name not in inert | idle]
     shrunk = specification_of(
         reference, text_config(reference), proven, list(range(len(proven.layers))), identity, name
     )
@@ -119,6 +131,10 @@ def specify(
         spec = spec.model_copy(update={"rules": rules})
     except NoRule as error:
         raise NotProven([Unproven("weights", str(error))]) from None
+    claims, unread = check_claims(unread, text, spec)
+    # Known to the class, without effect: a claim too, unless it is what the class says of every model.
+    stated = [name for name in sorted(idle) if text[name] != getattr(type(text_config(reference)), name, text[name])]
+    claims += check_claims(stated, text, spec)[0]
     return Specification(
         spec=spec,
         shrunk=shrunk,
@@ -127,6 +143,7 @@ def specify(
         tried=[_tried(path, made) for path, made in attempts.items() if any(attempt.proven for attempt in made)],
         unread=unread,
         interventions=interventions,
+        claims=claims,
     )
 
 
@@ -137,7 +154,9 @@ def without_towers(
     text: vision and audio towers. They are written once more as NaN, to see under which names they stand."""
     state = reference.state_dict()
     parents = {path[:dot] for path in calls for dot in range(len(path)) if path[dot] == "."}
-    apart = {name for name in state if name.rpartition(".")[0] not in calls.keys() | parents}
+    text = next((path for path, module in reference.named_modules() if module is text_model(reference)), "")
+    outside = {name for name in state if text and not name.startswith(text + ".")}
+    apart = outside | {name for name in state if name.rpartition(".")[0] not in calls.keys() | parents}
     with torch.enable_grad():
         run(reference, ids).sum().backward()
     used = {name for name, parameter in reference.named_parameters() if parameter.grad is not None}

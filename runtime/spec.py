@@ -158,6 +158,7 @@ class ModelSpec(Record):
     hidden: int
     tied: bool
     rotaries: list[BlockSpec] = Field(default_factory=list)
+    query_scale: BlockSpec | None = None
     embed_scale: float = 1.0
     embed_norm: BlockSpec | None = None
     head_bias: bool = False
@@ -196,6 +197,7 @@ class ModelSpec(Record):
             layers=[kind.build(lifted) for kind in self.kinds_in_order()],
             norm=built(self.norm),
             rotaries=[built(rotary) for rotary in self.rotaries],
+            query_scale=built(self.query_scale) if self.query_scale is not None else None,
             tied=self.tied,
             embed_scale=self.embed_scale,
             embed_norm=built(self.embed_norm),
@@ -212,7 +214,11 @@ class ModelSpec(Record):
         """Every distinct block, layers first."""
         found: list[BlockSpec] = []
         layers = [block for kind in self.layer_kinds for block in kind.blocks.values()]
-        outside = [self.norm, *(block for block in (self.embed_norm, self.merge) if block is not None), *self.rotaries]
+        outside = [
+            self.norm,
+            *(block for block in (self.embed_norm, self.merge, self.query_scale) if block is not None),
+            *self.rotaries,
+        ]
         for block in (*layers, *outside):
             if block not in found:
                 found.append(block)

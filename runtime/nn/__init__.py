@@ -37,6 +37,7 @@ from .moe import MixtureOfExperts
 from .norm import GatedRMSNorm, RMSNorm, ScaledFirstRMSNorm, SelfGatedRMSNorm
 from .pooled_indexer import MeanPooledIndexer, PooledIndexer
 from .product_key_router import ProductKeyRouter
+from .query_scale import PositionScale
 from .relative_attention import RelativeAttention
 from .residual_gate import ResidualGate
 from .rg_lru import RecurrentBlock
@@ -97,6 +98,7 @@ BLOCKS = {
         Normalise,
         OaiSwiGLU,
         PooledIndexer,
+        PositionScale,
         ProductKeyRouter,
         RMSNorm,
         RelativeAttention,
@@ -158,6 +160,7 @@ __all__ = [
     "Normalise",
     "OaiSwiGLU",
     "PooledIndexer",
+    "PositionScale",
     "ProductKeyRouter",
     "RMSNorm",
     "RecurrentBlock",

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
@@ -10,12 +11,15 @@ from dayzero.runtime.loss import Head, summed_cross_entropy
 
 from .context import Context, lengths_of, positions_of
 
+if TYPE_CHECKING:
+    from dayzero.runtime.split import Split
+
 
 class CausalLM(nn.Module):
     """Token ids to logits, or straight to the summed loss.
 
-    rotaries: the tables that layers choose from, in order. tied: the head reuses the embedding matrix; otherwise it has
-    its own, [V, H]. embed_scale multiplies the embeddings, embed_norm follows them. The logits are logit_softcap *
+    rotaries: the tables that layers choose from, in order. query_scale: factors by position, handed to all layers.
+    tied: the head reuses the embedding matrix; otherwise it has its own, [V, H]. embed_scale multiplies the embeddings, embed_norm follows them. The logits are logit_softcap *
     tanh(logit_scale * (W x + b) / logit_softcap); logit_softcap None: just scaled. logit_rows: of a head
     padded to a round number of rows, those that are tokens. streams: copies of the embeddings
     that layers pass on, [T, streams, H]; merge makes [T, H] of them after the last layer. history: layers hand on a
@@ -29,6 +33,7 @@ class CausalLM(nn.Module):
         layers: Sequence[nn.Module],
         norm: nn.Module,
         rotaries: Sequence[nn.Module] = (),
+        query_scale: nn.Module | None = None,
         tied: bool = False,
         embed_scale: float = 1.0,
         embed_norm: nn.Module | None = None,
@@ -45,11 +50,13 @@ class CausalLM(nn.Module):
         self.layers = nn.ModuleList(layers)
         self.norm = norm
         self.rotaries = nn.ModuleList(rotaries)
+        self.query_scale = query_scale
         self.embed_scale, self.embed_norm = embed_scale, embed_norm
         self.logit_scale, self.logit_softcap, self.logit_rows = logit_scale, logit_softcap, logit_rows
         self.streams, self.merge, self.history = streams, merge, history
         self.head = None if tied else nn.Linear(hidden, vocabulary, bias=False)
         self.head_bias = nn.Parameter(torch.empty(vocabulary)) if head_bias else None
+        self.split: Split | None = None
 
     def reset_parameters(self, std: float) -> None:
         nn.init.normal_(self.embed.weight, std=std)
@@ -75,7 +82,10 @@ class CausalLM(nn.Module):
         if self.embed_norm is not None:
             x = self.embed_norm(x)
         tables = tuple(rotary(position, x.dtype) for rotary in self.rotaries)
-        context = Context(cu_seqlens, lengths, position, tables, ids)
+        shared = {} if self.query_scale is None else {"query_scale": self.query_scale(position, x.dtype)}
+        context = Context(cu_seqlens, lengths, position, tables, ids, shared)
+        if self.split is not None:
+            context = self.split.context(context)
         if self.streams > 1:
             x = x[:, None].expand(-1, self.streams, -1)
         if self.history:
@@ -89,6 +99,8 @@ class CausalLM(nn.Module):
         x = self.norm(x)
         weight = self.embed.weight if self.head is None else self.head.weight
         head = Head(weight, self.head_bias, self.logit_scale, self.logit_softcap, self.logit_rows)
+        if self.split is not None:
+            return self.split.logits(x, head) if labels is None else self.split.loss(x, head, labels, loss_chunk)
         return head.logits(x) if labels is None else summed_cross_entropy(x, head, labels, loss_chunk)
 
 
