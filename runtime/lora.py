@@ -7,7 +7,8 @@ from typing import Literal
 import torch
 import torch.nn.functional as F
 from torch import Generator, Tensor, nn
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from dayzero.runtime.errors import InputError
 
@@ -84,7 +85,7 @@ def reset_lora(model: nn.Module, generator: Generator) -> None:
         nn.init.kaiming_uniform_(a, a=math.sqrt(5), generator=generator)
         with torch.no_grad():
             _fill(module.lora_a, a)
-            _fill(module.lora_b, torch.zeros_like(module.lora_b, device="cpu"))
+            _fill(module.lora_b, torch.zeros(module.lora_b.shape, dtype=module.lora_b.dtype, device="cpu"))
 
 
 def merged_weight(module: LoRALinear) -> Tensor:
@@ -101,8 +102,10 @@ def merge(weight: Tensor, lora_a: Tensor, lora_b: Tensor, scale: float) -> Tenso
 
 def _fill(parameter: Tensor, value: Tensor) -> None:
     if isinstance(parameter, DTensor):
-        value = value.to(parameter.device)
-        parameter.copy_(distribute_tensor(value, parameter.device_mesh, parameter.placements, src_data_rank=None))
+        mesh, placements = parameter.device_mesh, parameter.placements
+        size, offset = compute_local_shape_and_global_offset(parameter.shape, mesh, placements)
+        region = tuple(slice(start, start + length) for start, length in zip(offset, size, strict=True))
+        parameter.to_local().copy_(value[region])
     else:
         parameter.copy_(value)
 

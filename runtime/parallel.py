@@ -1,92 +1,26 @@
-"""Data and expert parallelism: one set of ranks, seen as two meshes.
+"""Data, expert, tensor and context parallelism: one set of ranks, seen as several meshes (mesh.py).
 
-Dense parameters are sharded over dp_shard and replicated over dp_replicate (FSDP2). Experts reuse the same ranks as
-efsdp x ep, with efsdp * ep = dp_replicate * dp_shard: each of ep neighbours holds its own experts, and efsdp ranks
-shard those. Gradients are summed, never averaged: the loss is already divided by the valid tokens of the global batch,
-so dense and expert gradients come out right whatever the mesh.
+Dense parameters are sharded over dp_shard and replicated over dp_replicate (FSDP2); what tp cuts is sharded over the
+ranks that hold the same part, all else over those of cp and tp too. Experts reuse all ranks as efsdp x ep: each of ep
+neighbours holds its own experts, and efsdp ranks shard those. Gradients are summed, never averaged: the loss is already
+divided by the valid tokens of the global batch, so all gradients come out right whatever the mesh.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable
 
 import torch
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo, HSDPMeshInfo, ShardPlacementResult
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
-from dayzero.runtime.errors import InputError
+from dayzero.runtime.mesh import Layout, Meshes, divisors, make_meshes
 from dayzero.runtime.nn import CausalLM, Experts, MixtureOfExperts
 from dayzero.runtime.nn.expert_parallel import Exchange
+from dayzero.runtime.tensor_parallel import split_tensors
 
-
-@dataclass(frozen=True)
-class Layout:
-    """How the ranks are arranged. Raises InputError if the sizes do not fit together.
-
-    dp_replicate * dp_shard ranks in all; ep neighbours share the experts of a layer.
-    """
-
-    dp_replicate: int
-    dp_shard: int
-    ep: int
-
-    def __post_init__(self):
-        for name in ("dp_replicate", "dp_shard", "ep"):
-            if getattr(self, name) < 1:
-                raise InputError(f"parallel.{name}", found=str(getattr(self, name)), expected="1 or more")
-        if self.world % self.ep:
-            raise InputError(
-                "parallel.ep",
-                found=str(self.ep),
-                expected=f"a divisor of the {self.world} ranks",
-                hint=f"Choose one of {divisors(self.world)}, or start another number of processes.",
-            )
-
-    @property
-    def world(self) -> int:
-        return self.dp_replicate * self.dp_shard
-
-    @property
-    def efsdp(self) -> int:
-        return self.world // self.ep
-
-    def check_experts(self, counts: Sequence[int]) -> None:
-        """Raises InputError unless the experts of every layer divide over ep. counts: experts of each MoE layer."""
-        if self.ep > 1 and not counts:
-            raise InputError("parallel.ep", found=str(self.ep), expected="1: this model has no routed experts")
-        for count in counts:
-            if count % self.ep:
-                both = [size for size in divisors(self.world) if not any(count % size for count in counts)]
-                raise InputError(
-                    "parallel.ep",
-                    found=str(self.ep),
-                    expected=f"a divisor of the layer's {count} experts",
-                    hint=f"On {self.world} ranks choose one of {both}.",
-                )
-
-
-def divisors(number: int) -> list[int]:
-    return [size for size in range(1, number + 1) if number % size == 0]
-
-
-@dataclass(frozen=True)
-class Meshes:
-    """dense: dimensions (dp_replicate, dp_shard), or (dp_shard,) where nothing is replicated. experts: (efsdp, ep)."""
-
-    dense: DeviceMesh
-    experts: DeviceMesh
-
-
-def make_meshes(layout: Layout, device: str) -> Meshes:
-    """The two views of the process group, which must be initialised and of the layout's size. device: "cpu", ..."""
-    shape, names = (layout.dp_replicate, layout.dp_shard), ("dp_replicate", "dp_shard")
-    if layout.dp_replicate == 1:
-        shape, names = shape[1:], names[1:]
-    return Meshes(
-        init_device_mesh(device, shape, mesh_dim_names=names),
-        init_device_mesh(device, (layout.efsdp, layout.ep), mesh_dim_names=("efsdp", "ep")),
-    )
+__all__ = ["Layout", "Meshes", "divisors", "make_meshes", "parallelise", "split_experts"]
 
 
 def parallelise(model: CausalLM, meshes: Meshes, compute: torch.dtype | None = None) -> CausalLM:
@@ -99,18 +33,23 @@ def parallelise(model: CausalLM, meshes: Meshes, compute: torch.dtype | None = N
     policy = (
         MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=torch.float32) if compute else MixedPrecisionPolicy()
     )
+    if meshes.split is not None:
+        meshes.split.install(model)
+    if meshes.cut is not None and meshes.split is not None:
+        split_tensors(model, meshes.cut["tp"], meshes.split)
     for module in model.modules():
         if isinstance(module, MixtureOfExperts):
             split_experts(module.experts, ep)
             if ep.size() > 1:
                 module.exchange = Exchange(ep.get_group(), dtype=compute)
+    place = None if meshes.cut is None else _dense_placement(meshes.dense, meshes.cut)
     for layer in model.layers:
         for module in layer.modules():
             if isinstance(module, Experts):
                 placement = _expert_placement(module, meshes.experts["efsdp"].size())
                 fully_shard(module, mesh=meshes.experts["efsdp"], mp_policy=policy, shard_placement_fn=placement)
-        fully_shard(layer, mesh=meshes.dense, mp_policy=policy)
-    fully_shard(model, mesh=meshes.dense, mp_policy=policy)
+        fully_shard(layer, mesh=meshes.dense, mp_policy=policy, shard_placement_fn=place)
+    fully_shard(model, mesh=meshes.dense, mp_policy=policy, shard_placement_fn=place)
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.set_gradient_divide_factor(1.0)
@@ -133,3 +72,15 @@ def _expert_placement(experts: Experts, efsdp: int):
     even = all(part.shape[0] % efsdp == 0 for part in local)
     sliceable = all(part.ndim > 1 and part.shape[1] % efsdp == 0 for part in local)
     return lambda parameter: Shard(0) if even or not sliceable else Shard(1)
+
+
+def _dense_placement(dense: DeviceMesh, cut: DeviceMesh) -> Callable[[nn.Parameter], ShardPlacementResult]:
+    """What tp cuts is sharded over the other ranks of its mesh, all else over every rank: two groups of one unit."""
+
+    def info(mesh: DeviceMesh) -> FSDPMeshInfo:
+        if mesh.ndim == 1:
+            return FSDPMeshInfo(mesh, shard_mesh_dim=0)
+        return HSDPMeshInfo(mesh, shard_mesh_dim=1, replicate_mesh_dim=0)
+
+    whole, parts = info(dense), info(cut[("dp_replicate", "dp_shard")] if cut.ndim == 3 else cut["dp_shard"])
+    return lambda parameter: ShardPlacementResult(Shard(0), parts if isinstance(parameter, DTensor) else whole)

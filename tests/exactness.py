@@ -9,13 +9,14 @@ from torch.distributed.tensor import DTensor
 from dayzero.runtime.headers import read_headers
 from dayzero.runtime.load import load_checkpoint
 from dayzero.runtime.lora import LoRALinear, apply_lora, reset_lora
+from dayzero.runtime.mesh import batch_of_rank
 from dayzero.runtime.nn import MixtureOfExperts
 from dayzero.runtime.optimizer import gradient_norm
 from dayzero.runtime.package import load_package
 from dayzero.runtime.parallel import Layout, make_meshes, parallelise
 from dayzero.runtime.recompute import recompute
 
-LENGTHS = [(5, 9), (12,), (3, 1, 2), (7, 7)]  # documents of each rank; one valid token more on each
+LENGTHS = [(5, 9), (12,), (3, 1, 2), (7, 7)]  # documents of each batch; one valid token more in each
 
 
 def batches(vocabulary: int, rank: int, accumulation: int):
@@ -48,7 +49,8 @@ def whole(tensor):
 
 
 def compare(
-    folder: Path, layout: tuple[int, int, int], *, dtype=torch.float64, recomputed=False, accumulation=1, lora=False,
+    folder: Path, layout: tuple[int, ...], *, dtype=torch.float64, recomputed=False, accumulation=1, lora=False,
+    chunk: int | None = None,
     pushes: dict[int, float] | None = None,
 ) -> dict:  # fmt: skip
     package = load_package(folder)
@@ -86,8 +88,8 @@ def compare(
         parallelise(model, make_meshes(Layout(*layout), "cpu"))
         model.to_empty(device="cpu")
         read = fill(model)
-    vocabulary, rank, world = package.spec.vocabulary, dist.get_rank(), dist.get_world_size()
-    every = [list(batches(vocabulary, other, accumulation)) for other in range(world)]
+    vocabulary = package.spec.vocabulary
+    every = [list(batches(vocabulary, number, accumulation)) for number in range(Layout(*layout).batches)]
     valid = sum(int((labels != -100).sum()) for part in every for _, labels, _ in part)
 
     want = torch.zeros((), dtype=dtype)
@@ -101,8 +103,8 @@ def compare(
                 [m.expert_counts for m in reference.modules() if isinstance(m, MixtureOfExperts)]
             )
     got = torch.zeros((), dtype=dtype)
-    for ids, labels, cu_seqlens in every[rank]:
-        loss = model(ids, cu_seqlens, labels) / valid
+    for ids, labels, cu_seqlens in every[batch_of_rank(Layout(*layout))]:
+        loss = model(ids, cu_seqlens, labels, chunk) / valid
         loss.backward()
         got += loss.detach()
     dist.all_reduce(got)

@@ -46,19 +46,7 @@ class GroupedQueryAttention(nn.Module):
 
     uses_context = True
     lora_targets = ("query", "key", "value", "gate", "output")
-    parallel_roles: ClassVar[dict[str, str]] = {
-        "query": "column",
-        "key": "column",
-        "value": "column",
-        "query_norm": "replicate",
-        "key_norm": "replicate",
-        "key_mix": "column",
-        "value_mix": "column",
-        "gate": "column",
-        "gate_bias": "column",
-        "sinks": "column",
-        "output": "row",
-    }
+    parallel_counts: ClassVar = ("heads", "kv_heads")
 
     def __init__(
         self,
@@ -140,6 +128,23 @@ class GroupedQueryAttention(nn.Module):
         self.gate = nn.Linear(hidden, heads * (1 if gate_per_head else self.value_dim), bias=False) if gate else None
         self.gate_bias = nn.Parameter(torch.empty(heads)) if gate_bias else None
         self.sinks = nn.Parameter(torch.empty(heads)) if sinks else None
+
+    @property
+    def parallel_roles(self) -> dict[str, str]:
+        whole = self.qk_norm == "whole"
+        return {
+            "query": "column",
+            "key": "column:kv_heads",
+            "value": "column:kv_heads",
+            "query_norm": "column" if whole else "replicate",
+            "key_norm": "column:kv_heads" if whole else "replicate",
+            "key_mix": "column:kv_heads",
+            "value_mix": "column:kv_heads",
+            "gate": "column",
+            "gate_bias": "column",
+            "sinks": "column",
+            "output": "row",
+        }
 
     def reset_parameters(self, std: float) -> None:
         for linear in self.children():

@@ -41,6 +41,7 @@ class BlockIndexer(Indexer):
     ):
         super().__init__()
         self.heads, self.top_k, self.unit, self.score_unit, self.local = heads, top_k, unit, unit, local
+        self.groups = heads
         self.rotary: RotaryStyle | None = rotary
         self.table = table
         self.query = nn.Linear(hidden, heads * head_dim, bias=False)

@@ -20,6 +20,7 @@ class CarriedRouter(Routing):
     """
 
     uses_context = True
+    parallel_rows = True  # looks at each token by itself
 
     def __init__(
         self, hidden: int, experts: int, top_k: int, width: int, eps: float, act: Activation, carried: bool = True

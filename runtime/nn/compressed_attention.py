@@ -31,6 +31,7 @@ class CompressedAttention(nn.Module):
 
     uses_context = True
     lora_targets = ("query_down", "query_up", "key", "output")
+    parallel_counts: ClassVar = ("heads", "groups")
     parallel_roles: ClassVar = {
         "query_down": "replicate",
         "query_norm": "replicate",
@@ -154,6 +155,8 @@ class CompressedAttention(nn.Module):
 
 class GroupedLinear(nn.Module):
     """x: [T, width] -> [T, groups * rank]: each of `groups` equal parts of x is projected by itself."""
+
+    parallel_counts: ClassVar = ("groups",)
 
     def __init__(self, width: int, groups: int, rank: int):
         super().__init__()

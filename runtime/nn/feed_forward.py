@@ -18,7 +18,6 @@ class GatedFeedForward(nn.Module):
     """
 
     lora_targets = ("gate", "up", "down")
-    parallel_roles: ClassVar = {"gate": "column", "up": "column", "down": "row"}
 
     def __init__(
         self,
@@ -38,6 +37,11 @@ class GatedFeedForward(nn.Module):
         self.act: Gate = act
         self.gate_scale, self.output_scale, self.parts = gate_scale, output_scale, parts
         self.scale = nn.Parameter(torch.empty(1)) if learned_scale else None
+
+    @property
+    def parallel_roles(self) -> dict[str, str] | None:
+        """Layers side by side are not cut: each of them would have to be."""
+        return {"gate": "column", "up": "column", "down": "row"} if self.parts == 1 else None
 
     def reset_parameters(self, std: float) -> None:
         for linear in (self.gate, self.up, self.down):

@@ -32,15 +32,16 @@ class GatedDeltaNet(nn.Module):
 
     uses_context = True
     lora_targets = ("query", "key", "value", "gate", "output")
+    parallel_counts: ClassVar = ("heads", "key_heads")
     parallel_roles: ClassVar = {
-        "query": "column",
-        "key": "column",
+        "query": "column:key_heads",
+        "key": "column:key_heads",
         "value": "column",
         "gate": "column",
         "beta": "column",
         "decay": "column",
-        "query_conv": "column",
-        "key_conv": "column",
+        "query_conv": "column:key_heads",
+        "key_conv": "column:key_heads",
         "value_conv": "column",
         "A_log": "column",
         "dt_bias": "column",

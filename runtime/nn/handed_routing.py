@@ -16,6 +16,7 @@ class LeaveRouting(nn.Module):
     """
 
     uses_context = True
+    parallel_rows = True  # looks at each token by itself
 
     def __init__(self, router: Routing):
         super().__init__()
@@ -31,6 +32,7 @@ class HandedRouting(Routing):
     """The router of a mixture that was routed by an earlier part of the layer (`LeaveRouting`); without parameters."""
 
     uses_context = True
+    parallel_rows = True  # looks at each token by itself
 
     def __init__(self, experts: int, top_k: int):
         super().__init__()

@@ -3,6 +3,8 @@
 Zhu et al. 2024 (arXiv:2409.19606); constrained to doubly stochastic mixing by Xie et al. 2025 (arXiv:2512.24880).
 """
 
+from typing import ClassVar
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -76,6 +78,7 @@ class HyperConnected(nn.Module):
     """
 
     uses_context = True
+    parallel_inner: ClassVar = ("block",)
 
     def __init__(self, connection: HyperConnection, norm: nn.Module, block: nn.Module):
         super().__init__()

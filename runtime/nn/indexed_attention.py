@@ -1,7 +1,5 @@
 """Grouped-query attention to what an indexer chooses (DeepSeek Sparse Attention, arXiv:2512.02556)."""
 
-from typing import ClassVar
-
 import torch
 from torch import Tensor, nn
 
@@ -18,13 +16,17 @@ class IndexedAttention(nn.Module):
     """
 
     uses_context = True
-    parallel_roles: ClassVar = {"indexer": "replicate"}
 
     def __init__(self, attention: GroupedQueryAttention, indexer: Indexer):
         super().__init__()
         self.attention, self.indexer = attention, indexer
         self.index_loss_over: Judged | None = None
         self.index_loss: Tensor | None = None
+
+    @property
+    def parallel_roles(self) -> dict[str, str] | None:
+        """An indexer that chooses for several groups of heads numbers all of them: such a layer is not cut."""
+        return {"indexer": "replicate"} if self.indexer.groups == 1 else None
 
     def forward(self, x: Tensor, context: Context) -> Tensor:
         attention = self.attention

@@ -45,6 +45,7 @@ class LatentAttention(nn.Module):
 
     uses_context = True
     lora_targets = ("query_down", "query_up", "kv_down", "kv_up", "gate", "output")
+    parallel_counts: ClassVar = ("heads",)
     parallel_roles: ClassVar = {
         "query_down": "replicate",
         "query_norm": "replicate",

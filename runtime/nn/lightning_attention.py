@@ -22,6 +22,7 @@ class LightningAttention(nn.Module):
 
     uses_context = True
     lora_targets = ("query", "key", "value", "gate", "output")
+    parallel_counts: ClassVar = ("heads",)
     parallel_roles: ClassVar = {
         "query": "column",
         "key": "column",

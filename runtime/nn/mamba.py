@@ -1,6 +1,7 @@
 """Mamba (Gu and Dao 2023, arXiv:2312.00752), also with norms of its step, B and C, and with heads."""
 
-from typing import ClassVar, Literal
+from collections.abc import Callable
+from typing import Literal
 
 import torch
 import torch.nn.functional as F
@@ -27,22 +28,6 @@ class Mamba(nn.Module):
 
     uses_context = True
     lora_targets = ("gate", "u", "output")
-    parallel_roles: ClassVar = {
-        "gate": "column",
-        "u": "column",
-        "conv": "column",
-        "dt_down": "row",
-        "B": "row",
-        "C": "row",
-        "dt_up": "column",
-        "dt_bias": "column",
-        "A_log": "column",
-        "D": "column",
-        "dt_norm": "replicate",
-        "B_norm": "replicate",
-        "C_norm": "replicate",
-        "output": "row",
-    }
 
     def __init__(
         self,
@@ -63,6 +48,8 @@ class Mamba(nn.Module):
         if width % heads:
             raise ValueError(f"{width} channels do not fall into {heads} heads")
         self.heads, self.norm = heads, norm
+        self.sums_over_ranks = heads == 1  # one head is cut by its channels: s, B and C are then sums over ranks
+        self.sum_over_ranks: Callable[[Tensor], Tensor] | None = None
         each = width // heads
         self.gate = nn.Linear(hidden, width, bias=bias)
         self.u = nn.Linear(hidden, width, bias=bias)
@@ -81,6 +68,30 @@ class Mamba(nn.Module):
             self.C_norm = RMSNorm(state, norm_eps, scaled=scaled)
         self.output = nn.Linear(width, hidden, bias=output_bias)
 
+    @property
+    def parallel_counts(self) -> tuple[str, ...]:
+        return () if self.sums_over_ranks else ("heads",)
+
+    @property
+    def parallel_roles(self) -> dict[str, str | int]:
+        inward, outward = (2, 1) if self.sums_over_ranks else (0, 0)
+        return {
+            "gate": "column",
+            "u": "column",
+            "conv": "column",
+            "dt_down": inward,
+            "B": inward,
+            "C": inward,
+            "dt_up": outward,
+            "dt_bias": "column",
+            "A_log": "column",
+            "D": "column",
+            "dt_norm": "replicate",
+            "B_norm": "replicate",
+            "C_norm": "replicate",
+            "output": "row",
+        }
+
     def reset_parameters(self, std: float) -> None:
         for linear in (self.gate, self.u, self.output):
             reset_linear(linear, std)
@@ -96,6 +107,8 @@ class Mamba(nn.Module):
         wide = torch.promote_types(x.dtype, torch.float32)
         v = self.conv(self.u(x), context.lengths).unflatten(-1, (self.heads, -1))  # [T, N, P]
         low, B, C = (torch.einsum("tnp,nrp->tnr", v, matrix) for matrix in (self.dt_down, self.B, self.C))
+        if self.sum_over_ranks is not None:
+            low, B, C = (self.sum_over_ranks(part) for part in (low, B, C))
         if self.norm != "none":
             low, B, C = self.dt_norm(low), self.B_norm(B), self.C_norm(C)
         step = torch.einsum("tnr,npr->tnp", low, self.dt_up).to(wide)

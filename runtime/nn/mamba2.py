@@ -30,15 +30,16 @@ class Mamba2(nn.Module):
 
     uses_context = True
     lora_targets = ("gate", "u", "output")
+    parallel_counts: ClassVar = ("heads", "groups")
     parallel_roles: ClassVar = {
         "gate": "column",
         "u": "column",
-        "B": "column",
-        "C": "column",
+        "B": "column:groups",
+        "C": "column:groups",
         "dt": "column",
         "u_conv": "column",
-        "B_conv": "column",
-        "C_conv": "column",
+        "B_conv": "column:groups",
+        "C_conv": "column:groups",
         "A_log": "column",
         "dt_bias": "column",
         "D": "column",

@@ -6,6 +6,7 @@ from typing import ClassVar, Literal
 import torch
 from torch import Tensor, nn
 
+from .capacity import Capacity, padded, within_capacity
 from .context import Context
 from .expert_parallel import Exchange
 from .experts import Experts
@@ -29,12 +30,13 @@ class MixtureOfExperts(nn.Module):
         result = output_norm(y)           y / 2 where `average`: the mean of what is routed and what is shared
 
     spare: what the classes of the router beyond the experts give: nothing ("zero"), or their input ("identity").
+    `capacity` limits how many copies an expert takes; None for no limit.
     `exchange` is set by parallelisation: the ranks that share the experts, None when each rank has them all.
     `expert_counts` [E] int64 holds the copies of this rank's tokens per expert, of the last forward pass.
     """
 
     lora_targets = ("into", "out_of")
-    parallel_roles: ClassVar = {"into": "replicate", "out_of": "replicate", "gate": "replicate"}
+    parallel_inner: ClassVar = ("router", "shared")  # all else looks at each token by itself
 
     def __init__(
         self,
@@ -67,6 +69,7 @@ class MixtureOfExperts(nn.Module):
         self.gate = nn.Linear(stream, 1, bias=False) if shared_gate else None
         self.bias = nn.Parameter(torch.empty(stream)) if bias else None
         self.exchange: Exchange | None = None
+        self.capacity: Capacity | None = None
         self.expert_counts: Tensor | None = None
 
     @property
@@ -91,14 +94,17 @@ class MixtureOfExperts(nn.Module):
         self.expert_counts = torch.bincount(index.flatten(), minlength=self.router.experts)[:count]
 
         # Tokens travel while the shared experts compute.
-        journey = self.exchange.depart(z, weights, index, count) if self.exchange is not None else None
+        limit, aimed = self._limited(index, weights)
+        pad = limit if self.capacity is not None and self.capacity.pad else None
+        journey = self.exchange.depart(z, weights, aimed, count, pad) if self.exchange is not None else None
         shared = None if self.shared is None else self._shared(x, shared_weights)
         how = {"weigh": self.weigh, "norm": self.expert_norm}
         if journey is not None:
             y = journey.arrive(self.experts(journey.take(), None, partial(journey.compute, **how)))
         else:
-            total = index.numel() if self.router.experts == count else None
-            y = through_experts(self.experts, z, weights, sorted_copies(index, count, total), **how)
+            total = index.numel() if self.router.experts == count and aimed is index else None
+            experts = self.experts if pad is None else padded(self.experts, pad)
+            y = through_experts(experts, z, weights, sorted_copies(aimed, count, total), **how)
         if self.spare == "identity":
             y = y + z * (weights * (index >= count)).sum(-1, keepdim=True).to(z.dtype)
 
@@ -113,6 +119,13 @@ class MixtureOfExperts(nn.Module):
         if self.average:
             y = y / 2
         return y if self.output_norm is None else self.output_norm(y)
+
+    def _limited(self, index: Tensor, weights: Tensor) -> tuple[int | None, Tensor]:
+        """(copies that an expert takes, or None for all; the index without those over it)."""
+        if self.capacity is None:
+            return None, index
+        limit = self.capacity.of(*index.shape, self.experts.experts)
+        return limit, within_capacity(index, weights, self.experts.experts, limit)
 
     def _shared(self, x: Tensor, weights: Tensor) -> Tensor:
         assert self.shared is not None

@@ -25,6 +25,7 @@ class RecurrentBlock(nn.Module):
 
     uses_context = True
     lora_targets = ("gate", "u", "output")
+    parallel_counts: ClassVar = ("heads",)
     parallel_roles: ClassVar = {
         "gate": "column",
         "u": "column",

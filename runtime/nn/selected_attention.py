@@ -17,10 +17,12 @@ SELECTED = "selected"  # context.shared: the index of the last layer that made o
 
 
 class Indexer(nn.Module):
-    """What chooses. unit: tokens of what an index counts; score_unit: tokens of what is scored."""
+    """What chooses. unit: tokens of what an index counts; score_unit: tokens of what is scored; groups: of heads, each
+    with a choice of its own."""
 
     unit: int = 1
     score_unit: int = 1
+    groups: int = 1
 
     def scores(self, x: Tensor, latent: Tensor, context: Context) -> list[Tensor]:
         """x: [T, H], the layer's input; latent: [T, L], what its queries are made from. For every run of equally long

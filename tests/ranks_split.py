@@ -1,0 +1,69 @@
+"""What the ranks of test_tensor_parallel.py and test_context_parallel.py do."""
+
+import split_cases
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
+
+from dayzero.runtime.rows import all_rows
+from dayzero.runtime.split import Split
+from dayzero.runtime.tensor_parallel import inner_parts, split_part
+
+LENGTHS = (5, 9, 1, 4)
+
+
+def tensor_blocks(names: list[str], tokens: tuple[int, ...] = LENGTHS) -> dict[str, dict]:
+    """Worst relative errors of every block, cut over all ranks, against the whole block."""
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("tp",))
+    return {name: _tensor_block(name, mesh, tokens) for name in names}
+
+
+def _tensor_block(name: str, mesh, lengths: tuple[int, ...]) -> dict:
+    whole, block = split_cases.build(name), split_cases.build(name)
+    split = Split(mesh.get_group(), None)
+    split.begin(sum(lengths))
+    context = split_cases.context_of(lengths)
+    for path, part in inner_parts("block", block):
+        split_part(part, mesh, split, path)
+    cut = sum(parameter.to_local().numel() for parameter in block.parameters() if isinstance(parameter, DTensor))
+    errors = _errors(whole, block, context, context, split.rows)
+    return {**errors, "cut": cut, "whole": sum(parameter.numel() for parameter in whole.parameters())}
+
+
+def _errors(whole, block, context, own_context, span) -> dict:
+    """Of outputs, input gradients and parameter gradients."""
+    generator = torch.Generator().manual_seed(1)
+    tokens = len(context.position)
+    x = torch.randn(tokens, split_cases.HIDDEN, generator=generator, dtype=torch.float64, requires_grad=True)
+    weight = torch.randn(tokens, split_cases.HIDDEN, generator=generator, dtype=torch.float64)
+    want = split_cases.call(whole, x, context)
+    (want * weight).sum().backward()
+    own = x.detach()[span.own].clone().requires_grad_()
+    got = split_cases.call(block, own, own_context)
+    (got * weight[span.own]).sum().backward()
+    errors: dict = {"output": _error(all_rows(got.detach(), span), want.detach())}
+    assert own.grad is not None
+    assert x.grad is not None
+    errors["input"] = _error(all_rows(own.grad, span), x.grad)
+    expected = dict(whole.named_parameters())
+    assert expected.keys() == dict(block.named_parameters()).keys()
+    errors["parameters"], errors["where"] = 0.0, ""
+    for name, parameter in block.named_parameters():
+        grad, other = parameter.grad, expected[name].grad
+        assert (grad is None) == (other is None), f"{name} has a gradient on one side only"
+        if grad is None or other is None:
+            continue
+        if isinstance(grad, DTensor):
+            grad = grad.full_tensor()
+        else:
+            dist.all_reduce(grad)
+        error = _error(grad, other)
+        if not error <= errors["parameters"]:
+            errors["parameters"], errors["where"] = error, name
+    return errors
+
+
+def _error(got, want) -> float:
+    size = float(want.norm())
+    return float((got - want).norm()) / size if size else float((got - want).norm())

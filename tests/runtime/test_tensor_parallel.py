@@ -1,0 +1,132 @@
+"""Blocks cut over ranks, and models of them, equal one process: outputs, every gradient, the norm."""
+
+import inspect
+
+import handmade
+import harness
+import pytest
+import ranks
+import ranks_split
+import split_cases
+import tiny
+import torch
+
+from dayzero.runtime.errors import InputError
+from dayzero.runtime.nn import BLOCKS
+from dayzero.runtime.tensor_parallel import cuts_of
+
+NEVER_CUT = {
+    "indexed-attention-blocks", "convolution-residual", "mixture-joint", "mixture-hashed", "mixture-capacity",
+    "mixture-carried",
+}  # fmt: skip
+UNTRIED = {"SelfGatedRMSNorm", "PooledIndexer", "MeanPooledIndexer", "Lifted"}  # none of which is ever cut
+
+
+@pytest.fixture(scope="module")
+def on_two():
+    return harness.run(ranks_split.tensor_blocks, 2, list(split_cases.CASES), timeout=100)[0]
+
+
+@pytest.mark.parametrize("name", split_cases.CASES)
+def test_a_block_cut_in_two_equals_the_whole(name, on_two):
+    result = on_two[name]
+    assert result["output"] <= 1e-9
+    assert result["input"] <= 1e-9
+    assert result["parameters"] <= 1e-9, result["where"]
+    # Each rank holds half of the weights that are cut: at least a quarter of all, unless the block says otherwise.
+    assert (result["cut"] == 0) == (name in NEVER_CUT)
+    assert result["cut"] <= result["whole"] / 2
+
+
+def test_no_block_is_forgotten():
+    """Whatever declares roles or reads a context has a case here, so that its roles have been tried."""
+    tried = set()
+    for name in split_cases.CASES:
+        tried |= {type(module).__name__ for module in split_cases.build(name).modules()}
+    asked = {name for name, block in BLOCKS.items() if _declares(block)}
+    assert asked - tried == UNTRIED
+
+
+def _declares(block: type) -> bool:
+    return any(inspect.getattr_static(block, name, None) for name in ("parallel_roles", "uses_context"))
+
+
+def test_fewer_tokens_and_groups_than_ranks():
+    names = ["attention", "mamba2", "latent-indexer", "gated-feed-forward", "mixture", "lightning"]
+    results = harness.run(ranks_split.tensor_blocks, 4, names, (2,), timeout=60)[0]
+    for name, result in results.items():
+        assert max(result["output"], result["input"], result["parameters"]) <= 1e-9, name
+
+
+@pytest.mark.parametrize(
+    ("name", "tp", "says"),
+    [
+        ("attention", 3, r"tp\n.*3\n.*4 heads of mixer \(GroupedQueryAttention\)\n.*\[1, 2, 4\]"),
+        ("gated-feed-forward", 5, r"5\n.*dimension 0 of mixer.gate.weight \[12, 16\]\n.*\[1, 2, 3, 4, 6, 12\]"),
+        ("recurrent-block", 4, "4\n.*2 heads"),
+        ("gated-delta-net", 8, "8\n.*4 heads"),
+    ],
+)
+def test_what_does_not_divide_is_refused_with_the_numbers(name, tp, says):
+    with pytest.raises(InputError, match=says):
+        cuts_of(split_cases.build(name), tp, "mixer")
+
+
+@pytest.fixture(scope="module")
+def packages(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("packages")
+    made = {}
+    for name, family, config in (
+        ("odd", "mixtral", {}),
+        ("qwen", "qwen3_moe", {"num_experts": 8, "norm_topk_prob": False, "vocab_size": 308}),
+        ("tied", "mixtral", {"tie_word_embeddings": True, "vocab_size": 308}),
+    ):
+        checkpoint = tiny.make(family, folder / f"{name}-checkpoint", tokenizer=False, num_hidden_layers=2, **config)
+        made[name] = handmade.write(checkpoint, folder / name)
+    return made
+
+
+# dp_replicate, dp_shard, ep, tp
+CASES = {
+    2: {
+        "alone": ("qwen", (1, 1, 1, 2), {"recomputed": True}),
+        "ep2": ("tied", (1, 1, 2, 2), {"accumulation": 3}),
+        "vocabulary-does-not-divide": ("odd", (1, 1, 2, 2), {"chunk": 5}),
+        "lora": ("qwen", (1, 1, 2, 2), {"lora": True, "recomputed": True, "chunk": 5}),
+    },
+    4: {
+        "shard2": ("qwen", (1, 2, 1, 2), {"chunk": 4}),
+        "shard2-ep2": ("tied", (1, 2, 2, 2), {"recomputed": True, "accumulation": 2}),
+        "replicate2-ep4": ("qwen", (2, 1, 4, 2), {}),
+        "tp4-ep4": ("qwen", (1, 1, 4, 4), {"recomputed": True}),
+        "lora-shard2-ep2": ("odd", (1, 2, 2, 2), {"lora": True, "accumulation": 2}),
+        "float32": ("qwen", (1, 2, 2, 2), {"dtype": torch.float32}),
+    },
+}
+
+
+@pytest.fixture(scope="module")
+def models(packages):
+    return {
+        world: harness.run(
+            ranks.expert_parallel,
+            world,
+            {name: (packages[package], {"layout": layout, **case}) for name, (package, layout, case) in cases.items()},
+            timeout=100,
+        )
+        for world, cases in CASES.items()
+    }
+
+
+@pytest.mark.parametrize(("world", "name"), [(world, name) for world, cases in CASES.items() for name in cases])
+def test_a_model_equals_one_process(world, name, models):
+    tolerance = 2e-6 if "dtype" in CASES[world][name][2] else 1e-9
+    for result in (of_rank[name] for of_rank in models[world]):
+        assert result["loss"] <= tolerance
+        assert result["gradients"] <= tolerance, result["where"]
+        assert result["norm"] <= tolerance
+
+
+def test_each_rank_reads_its_own_part_only(models):
+    read = [of_rank["alone"]["read"] for of_rank in models[2]]
+    assert max(read) <= 1.02 * min(read)
