@@ -24,10 +24,13 @@ from dayzero.onboard.align import Alignment, Rung, blocks_rung, coverage_rung, m
 from dayzero.onboard.align.ladder import THRESHOLDS, judge
 from dayzero.onboard.align.model import real_weights_error
 from dayzero.onboard.checkpoint import Checkpoint, read_checkpoint
+from dayzero.onboard.claims import Claim
 from dayzero.onboard.classify import Ledger, classify, settle
 from dayzero.onboard.composition import NotProven, Unproven
+from dayzero.onboard.config_fields import ConfigView
 from dayzero.onboard.generate import VERSION, model_files, render_package
 from dayzero.onboard.install import install, read_decisions, write_files
+from dayzero.onboard.ledger import Finding, finding
 from dayzero.onboard.reference import UnknownArchitecture, load_config, model_class
 from dayzero.onboard.report import Findings
 from dayzero.onboard.specify import Specification, specify
@@ -93,16 +96,35 @@ def specify_checkpoint(
     ledger = settle(classify(checkpoint), checkpoint, specification.spec, real_shapes(specification.spec))
     ignored = decisions.get("ignore_config") or {}
     unread = [field for field in specification.unread if field not in ignored]
-    ledger = ledger.model_copy(update={"unread_config": unread})
+    claims = [claim for claim in specification.claims if not {claim.field, claim.field.split(".")[0]} & ignored.keys()]
+    sizes = [_wrong_size(claim) for claim in claims if claim.verdict == "not the tensors'"]
+    ledger = ledger.model_copy(update={"unread_config": unread, "findings": [*ledger.findings, *sizes]})
+    held = ConfigView(checkpoint.config)
     open_items = [
-        Unproven(
-            f"config.json: {field} = {checkpoint.config[field]!r}"[:160], "nobody reads it: not the reference, not us"
-        )
+        Unproven(f"config.json: {field} = {held.get(field)!r}"[:160], "nobody reads it: not the reference, not us")
         for field in unread
-    ] + _open_tensors(ledger.unaccounted)
+    ]
+    open_items += [_contradicted(claim) for claim in claims if claim.verdict == "contradicted"]
+    open_items += _open_tensors(ledger.unaccounted)
     if open_items:
         raise NotProven(open_items)
     return specification, ledger
+
+
+def _contradicted(claim: Claim) -> Unproven:
+    """What a config says of the model that the proof contradicts, and what to do about it."""
+    why = (
+        f"stated, and not true of the proven model ({claim.proven}). Either the config is wrong, and ignore_config in "
+        f"decisions.yaml may accept {claim.field} with a reason, or the reference is not the checkpoint's"
+    )
+    return Unproven(f"config.json: {claim.field} = {claim.states}"[:160], why)
+
+
+def _wrong_size(claim: Claim) -> Finding:
+    """A size in the config that no tensor has: to be known, and harmless, for shapes decide."""
+    return finding(
+        "contradiction", f"{claim.field}={claim.states} is stated, and not true of the tensors", claim.proven
+    )
 
 
 def _refuse_own_code(checkpoint: Checkpoint) -> None:
@@ -303,6 +325,7 @@ def _graph(run: Run) -> Any:
         specification = run.load("specification", Specification)
         findings = Findings(
             interventions=specification.interventions,
+            claims=specification.claims,
             ignored_config=state.get("request", {})["decisions"].get("ignore_config") or {},
         )
         alignment = run.load("alignment", Alignment).bounded()

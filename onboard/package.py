@@ -50,7 +50,9 @@ def align_package(folder: Path, checkpoint: Path | None, tell: Callable[[str], N
         )
     alignment = climb(source, specification, ledger, tell)
     findings = Findings(
-        interventions=specification.interventions, ignored_config=read_decisions(folder).get("ignore_config") or {}
+        interventions=specification.interventions,
+        claims=specification.claims,
+        ignored_config=read_decisions(folder).get("ignore_config") or {},
     )
     files = render_package(
         specification.spec,

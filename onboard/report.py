@@ -13,6 +13,7 @@ from pydantic import Field
 import dayzero.templates
 from dayzero.onboard.align import Alignment
 from dayzero.onboard.align.ladder import TITLES
+from dayzero.onboard.claims import Claim
 from dayzero.onboard.classify import Ledger
 from dayzero.onboard.interventions import Intervention
 from dayzero.onboard.readable import readable_bytes, readable_count
@@ -31,9 +32,11 @@ _COLOURS = ("blue", "teal", "amber", "violet", "green", "red", "soft")
 
 
 class Findings(Record):
-    """What onboarding learnt beside the specification. ignored_config: field -> reason, from decisions.yaml."""
+    """What onboarding learnt beside the specification. claims: what the config states and no code reads.
+    ignored_config: field -> reason, from decisions.yaml."""
 
     interventions: list[Intervention] = Field(default_factory=list)
+    claims: list[Claim] = Field(default_factory=list)
     ignored_config: dict[str, str] = Field(default_factory=dict)
 
 
@@ -105,6 +108,7 @@ def _content(spec: ModelSpec, ledger: Ledger, plan: Plan, findings: Findings, al
         "alignment": alignment.bounded(),
         "titles": TITLES,
         "effects": _EFFECTS,
+        "claims": [(claim, _accepted(claim, findings.ignored_config)) for claim in findings.claims],
         "parameters": total,
         "experts": ledger.experts,
         "expert_share": f"{100 * routed / total:.1f} %" if total else "0 %",
@@ -113,6 +117,13 @@ def _content(spec: ModelSpec, ledger: Ledger, plan: Plan, findings: Findings, al
         "budget": budget,
         **_strip(spec),
     }
+
+
+def _accepted(claim: Claim, reasons: dict[str, str]) -> str:
+    """The reason for which a person lets a claim stand that is not true, "" where it is none."""
+    if claim.verdict in ("confirmed", "beside the point"):
+        return ""
+    return str(reasons.get(claim.field) or reasons.get(claim.field.split(".")[0]) or "")
 
 
 def _plan_line(plan: Plan) -> str:
