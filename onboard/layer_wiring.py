@@ -397,7 +397,7 @@ def _named(parts: LayerParts) -> LayerParts:
     def feeds(name: str) -> str | None:
         """The mixer or feed-forward part that alone reads the value, directly or through one norm."""
         readers = [unit for unit in parts.units if any(name in terms for terms in unit.inputs)]
-        if len(readers) != 1 or [name] not in [list(terms) for terms in readers[0].inputs]:
+        if name in parts.gives or len(readers) != 1 or [name] not in [list(terms) for terms in readers[0].inputs]:
             return None
         if readers[0].role in {"mixer", "ffn"}:
             return readers[0].name

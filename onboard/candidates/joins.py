@@ -58,7 +58,7 @@ def _scales(site: Site, width: int) -> list[Evidence]:
     """Factors right before the softmax; the width's own root as what it is."""
     found = []
     factors = [step.numbers[-1] for step in site.operations.sequence if step.name == "mul" and step.numbers]
-    for value in dict.fromkeys(factors):
+    for value in dict.fromkeys(factor for factor in factors if factor != 1.0):
         if abs(value - width**-0.5) <= 1e-12 * value:
             found.append(_root(site))
         else:

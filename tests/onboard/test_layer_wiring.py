@@ -127,3 +127,37 @@ def test_solving_for_coefficients():
     assert solve(a, {"a": a, "other size": torch.ones(4, dtype=torch.float64)}) == {"a": 1.0}
     assert solve(a - b, {"a": a, "again": a.clone(), "b": b}) == {"a": 1.0, "b": -1.0}
     assert solve(torch.full((2, 3), float("nan")).double(), {"a": a}) == {}
+
+
+class Blend(nn.Module):
+    """Reads two values of the stream."""
+
+    def __init__(self, width):
+        super().__init__()
+        self.share = nn.Parameter(torch.linspace(0.2, 0.7, width, dtype=torch.float64))
+
+    def forward(self, a, b):
+        return self.share * a + b
+
+
+def test_a_part_may_read_two_values(model):
+    for tier in model.tower:
+        tier.mix = Blend(48)
+
+    def forward(t, z, p, v):
+        y = t.mix(t.see(t.zig(z), p, v), z)
+        return y + t.do(t.zag(y))
+
+    for tier in model.tower:
+        tier.forward = lambda z, pair, veil, tier=tier: forward(tier, z, pair, veil)
+    calls, _ = record_calls(model, IDS)
+    parts = layer_parts(calls, "tower.1")
+    read = {unit.name: unit.inputs for unit in parts.units}
+    assert read == {
+        "mixer_norm": [{"x": 1.0}],
+        "mixer": [{"mixer_norm": 1.0}],
+        "residual": [{"mixer": 1.0}, {"x": 1.0}],
+        "ffn_norm": [{"residual": 1.0}],
+        "ffn": [{"ffn_norm": 1.0}],
+    }
+    assert parts.gives == {"residual": 1.0, "ffn": 1.0}
