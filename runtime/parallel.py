@@ -15,6 +15,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo, HSDPMeshInfo, ShardPlacementResult
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
+from dayzero.runtime.context_parallel import check_context_parallel
 from dayzero.runtime.mesh import Layout, Meshes, divisors, make_meshes
 from dayzero.runtime.nn import CausalLM, Experts, MixtureOfExperts
 from dayzero.runtime.nn.expert_parallel import Exchange
@@ -34,6 +35,8 @@ def parallelise(model: CausalLM, meshes: Meshes, compute: torch.dtype | None = N
         MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=torch.float32) if compute else MixedPrecisionPolicy()
     )
     if meshes.split is not None:
+        if meshes.split.cp is not None:
+            check_context_parallel(model, meshes.split.cp.size())
         meshes.split.install(model)
     if meshes.cut is not None and meshes.split is not None:
         split_tensors(model, meshes.cut["tp"], meshes.split)

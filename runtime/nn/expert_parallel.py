@@ -15,9 +15,12 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from .capacity import padded
 from .dispatch import Rows, every_row, local_slots, pack, rows_by_rank, unpack
+from .duplicates import Duplicates
 from .exchange import AllGather, AllToAll, Flight, Move, Waiting, land, leave
-from .permutation import Compute, Copies, collect, sorted_copies, through_experts
+from .experts import Experts
+from .permutation import Copies, collect, sorted_copies, through_experts
 
 Dispatcher = Literal["alltoall", "allgather"]
 
@@ -29,6 +32,7 @@ class Exchange:
     Rank r of `group` holds experts r*E/R .. (r+1)*E/R - 1. dispatcher: alltoall sends a token where it is needed;
     allgather sends every token everywhere, which is less work for few ranks and many experts a token.
     parts: in how many tokens travel. dtype: of the experts' inputs where that is not the layer's.
+    duplicates: second copies of experts, which may change from one forward pass to the next.
     """
 
     group: ProcessGroup
@@ -36,9 +40,12 @@ class Exchange:
     parts: int = 1
     dtype: torch.dtype | None = None
     waiting: Waiting = field(default_factory=Waiting)
+    duplicates: Duplicates | None = None
 
-    def depart(self, x: Tensor, weights: Tensor, index: Tensor, experts: int) -> "Journey":
+    def depart(self, x: Tensor, weights: Tensor, index: Tensor, experts: int, capacity: int | None = None) -> "Journey":
         """Sends x [T, H] off. index [T, K] int64, E and more for no expert; weights: [T, K]; experts: E.
+
+        capacity: copies for an expert from each rank, to which the experts' batches are padded; None to pad nothing.
 
         Every rank takes part, tokens or not. Raises ValueError if the experts do not divide evenly over the group.
         """
@@ -47,12 +54,20 @@ class Exchange:
             raise ValueError(f"{experts} experts do not divide over {ranks} expert-parallel ranks")
         x = x.to(self.dtype or x.dtype)
         slots = experts // ranks
+        if self.duplicates is not None:
+            slots, index = self.duplicates.slots, self.duplicates.place(index)
         bounds = [x.shape[0] * part // self.parts for part in range(self.parts + 1)]
         cuts = [slice(*bounds[part : part + 2]) for part in range(self.parts)]
         make = self._everywhere if self.dispatcher == "allgather" else self._where_needed
         plans = make([index[cut] for cut in cuts], slots)
         weights = weights.to(x.dtype)
-        return Journey([plan.depart(x[cut], weights[cut], self.waiting) for plan, cut in zip(plans, cuts, strict=True)])
+        parcels = [plan.depart(x[cut], weights[cut], self.waiting) for plan, cut in zip(plans, cuts, strict=True)]
+        return Journey(self, parcels, None if capacity is None else self._largest(capacity, x.device) * ranks)
+
+    def _largest(self, capacity: int, device: torch.device) -> int:
+        most = torch.tensor(capacity, device=device)
+        dist.all_reduce(most, dist.ReduceOp.MAX, group=self.group)
+        return int(most)
 
     def _where_needed(self, parts: Sequence[Tensor], slots: int) -> list["Plan"]:
         ranks = self.group.size()
@@ -75,8 +90,9 @@ class Exchange:
         counts = [torch.bincount(slot.flatten(), minlength=ranks * slots)[: ranks * slots] for slot in parts]
         tokens = counts[0].new_tensor([slot.shape[0] for slot in parts])
         mine = torch.cat((tokens.unsqueeze(1), torch.stack(counts)), 1)
-        every = mine.new_empty(ranks, *mine.shape)
-        dist.all_gather_into_tensor(every, mine, group=self.group)
+        every = mine.new_empty(ranks * mine.numel())
+        dist.all_gather_into_tensor(every, mine.flatten(), group=self.group)
+        every = every.view(ranks, *mine.shape)
         local = every[:, :, 1 + own * slots : 1 + (own + 1) * slots].sum(0)
         heights, totals = torch.stack((every[..., 0].amax(0), local.sum(1))).tolist()
         move = AllGather(self.group)
@@ -142,20 +158,24 @@ class Parcel:
 
 
 class Journey:
-    """Tokens on their way to the experts and back."""
+    """Tokens on their way to the experts and back. height: rows to which each expert's batch is padded, or None."""
 
-    def __init__(self, parcels: list[Parcel]):
-        self.parcels = parcels
+    def __init__(self, exchange: Exchange, parcels: list[Parcel], height: int | None):
+        self.exchange, self.parcels, self.height = exchange, parcels, height
 
     def take(self) -> list[Tensor]:
         """What travels, for the one who computes: an argument of the experts' module, so that FSDP sees it."""
         return [parcel.travelling for parcel in self.parcels]
 
-    def compute(self, experts: Compute, travelling: list[Tensor], **how) -> list[Tensor]:
+    def compute(self, experts: Experts, travelling: list[Tensor], **how) -> list[Tensor]:
         """The experts, part by part. how: `weigh` and `norm` of `through_experts`."""
-        done = []
+        done, exchange, compute = [], self.exchange, experts.compute
+        if exchange.duplicates is not None:
+            compute = exchange.duplicates.compute(experts, exchange.group, exchange.waiting)
+        if self.height is not None:
+            compute = padded(compute, self.height)
         for parcel, part in zip(self.parcels, travelling, strict=True):
-            done.append(parcel.compute(part, lambda *rows: through_experts(experts, *rows, **how)))
+            done.append(parcel.compute(part, lambda *rows: through_experts(compute, *rows, **how)))
         return done
 
     def arrive(self, travelling: list[Tensor]) -> Tensor:

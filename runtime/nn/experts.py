@@ -12,7 +12,7 @@ from dayzero.kernels.grouped_gemm import grouped_gemm
 
 from .activation import activation
 from .gated_activation import Gate, gated
-from .permutation import Compute
+from .small_batches import merged
 
 
 class Experts(nn.Module):
@@ -23,7 +23,8 @@ class Experts(nn.Module):
 
     forward(x, counts): x [M, H] sorted by expert, counts [E] int64 rows of each -> [M, H], zero behind the last.
     Rows that come in parts are computed within one call, so that the parameters are gathered once and their gradients
-    reduced once: forward(parts, None, through) is through(experts, parts), where experts(x, counts) is the above.
+    reduced once: forward(parts, None, through) is through(self, parts), which calls `compute`.
+    merge_below: the first so many rows of every expert are computed as one padded batch, see `small_batches`.
     Under expert parallelism the parameters are DTensors sharded on E, and counts are those of the local experts.
     """
 
@@ -42,6 +43,7 @@ class Experts(nn.Module):
         self.down = nn.Parameter(torch.empty(experts, hidden, width))
         self.in_bias = nn.Parameter(torch.empty(experts, (1 + is_gated) * width)) if bias else None
         self.down_bias = nn.Parameter(torch.empty(experts, hidden)) if bias else None
+        self.merge_below = 0
 
     def reset_parameters(self, std: float) -> None:
         for name, parameter in self.named_parameters(recurse=False):
@@ -50,17 +52,30 @@ class Experts(nn.Module):
             else:
                 nn.init.normal_(parameter, std=std)
 
-    def forward(self, x: Any, counts: Any, through: Callable[[Compute, Any], Any] | None = None) -> Any:
-        return self._computed(x, counts) if through is None else through(self._computed, x)
+    def forward(self, x: Any, counts: Any, through: Callable[["Experts", Any], Any] | None = None) -> Any:
+        return self.compute(x, counts) if through is None else through(self, x)
 
-    def _computed(self, x: Tensor, counts: Tensor) -> Tensor:
-        inner = _product(x, self.gate_up if self.is_gated else self.up, self.in_bias, counts)
+    def compute(self, x: Tensor, counts: Tensor) -> Tensor:
+        """x: [M, H] sorted by expert, counts: [E] -> [M, H]. Not the module's call, which gathers the parameters."""
+        if self.merge_below:
+            return merged(x, counts, self.merge_below, self._in_groups, self._in_a_batch)
+        return self._in_groups(x, counts)
+
+    def _in_groups(self, x: Tensor, counts: Tensor) -> Tensor:
+        return self._feed_forward(x, lambda x, weight, bias: _product(x, weight, bias, counts))
+
+    def _in_a_batch(self, x: Tensor) -> Tensor:
+        """[E, P, H] -> [E, P, H]: each expert's own P rows."""
+        return self._feed_forward(x, _batched_product)
+
+    def _feed_forward(self, x: Tensor, product: Callable[[Tensor, Tensor, Tensor | None], Tensor]) -> Tensor:
+        inner = product(x, self.gate_up if self.is_gated else self.up, self.in_bias)
         if self.is_gated:
             gate, up = inner.chunk(2, -1)
             inner = gated(self.act, gate, up)
         else:
             inner = activation(self.act)(inner)  # type: ignore[arg-type]
-        return _product(inner, self.down, self.down_bias, counts)
+        return product(inner, self.down, self.down_bias)
 
 
 def _product(x: Tensor, weight: Tensor, bias: Tensor | None, counts: Tensor) -> Tensor:
@@ -70,6 +85,12 @@ def _product(x: Tensor, weight: Tensor, bias: Tensor | None, counts: Tensor) -> 
         return y
     rows = _local(bias).to(y.dtype).repeat_interleave(counts, 0)
     return y + F.pad(rows, (0, 0, 0, y.shape[0] - rows.shape[0]))
+
+
+def _batched_product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """W_e x + b_e of x [E, P, .]."""
+    y = torch.bmm(x, _local(weight).transpose(1, 2))
+    return y if bias is None else y + _local(bias).to(y.dtype).unsqueeze(1)
 
 
 def _local(parameter: Tensor) -> Tensor:

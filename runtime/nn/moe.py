@@ -124,7 +124,7 @@ class MixtureOfExperts(nn.Module):
         """(copies that an expert takes, or None for all; the index without those over it)."""
         if self.capacity is None:
             return None, index
-        limit = self.capacity.of(*index.shape, self.experts.experts)
+        limit = self.capacity.of(index.shape[0], index.shape[1], self.experts.experts)
         return limit, within_capacity(index, weights, self.experts.experts, limit)
 
     def _shared(self, x: Tensor, weights: Tensor) -> Tensor:

@@ -1,0 +1,200 @@
+"""What the ranks of test_expert_parallel.py do: a mixture whose experts are spread over ranks, beside a whole one."""
+
+import copy
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
+
+from dayzero.runtime.nn import (
+    Experts,
+    GatedFeedForward,
+    HashRouter,
+    JointRouter,
+    LayerNorm,
+    MixtureOfExperts,
+    Normalise,
+    RMSNorm,
+    Router,
+)
+from dayzero.runtime.nn.capacity import Capacity
+from dayzero.runtime.nn.context import Context
+from dayzero.runtime.nn.duplicates import Duplicates
+from dayzero.runtime.nn.exchange import Flight
+from dayzero.runtime.nn.expert_parallel import Exchange
+from dayzero.runtime.nn.permutation import through_experts
+from dayzero.runtime.parallel import split_experts
+from dayzero.runtime.recompute import recompute
+
+HIDDEN, WIDTH, EXPERTS, VOCABULARY = 12, 7, 8, 50
+TOKENS = (9, 14, 0, 5)  # of each rank
+
+
+def build(form: str) -> MixtureOfExperts:
+    router: Any = Router(HIDDEN, EXPERTS, 3, normalise=Normalise(), scale=1.5)
+    experts = Experts(EXPERTS, HIDDEN, WIDTH, "silu", bias=form == "biases")
+    more: dict[str, Any] = {}
+    if form == "hash":
+        router = HashRouter(HIDDEN, EXPERTS, 3, VOCABULARY)
+    elif form == "shared":
+        more = {"shared": GatedFeedForward(HIDDEN, 5, "silu"), "shared_gate": True, "average": True}
+    elif form == "weighed-shared":
+        router = JointRouter(HIDDEN, EXPERTS, 2, 3)
+        more = {"shared": GatedFeedForward(HIDDEN, 10, "silu", parts=2)}
+    elif form == "latent":
+        experts = Experts(EXPERTS, 6, WIDTH, "silu")
+        more = {"hidden": HIDDEN, "latent_norm": RMSNorm(6, 1e-6), "routed_norm": RMSNorm(6, 1e-6)}
+    elif form == "input":
+        more = {"weigh": "input", "expert_norm": LayerNorm(HIDDEN, 1e-6)}
+    elif form in ("identity", "zero"):
+        router = Router(HIDDEN, EXPERTS + 4, 5)
+        more = {"spare": form, "expert_norm": RMSNorm(HIDDEN, 1e-6)}
+    elif form == "all":
+        router = Router(HIDDEN, EXPERTS, EXPERTS)
+    elif form == "one":
+        router = Router(HIDDEN, EXPERTS, 1)
+    return MixtureOfExperts(router, experts, **more)
+
+
+def compare(cases: dict[str, tuple[str, dict[str, Any]]]) -> dict[str, dict[str, Any]]:
+    """Worst relative error of output, input gradient and every parameter's gradient, by name of the case."""
+    return {name: _compare(form, **how) for name, (form, how) in cases.items()}
+
+
+def _compare(
+    form: str, *, push: dict[int, float] | None = None, hosts=(), merge=0, capacity: Capacity | None = None,
+    recomputed=False, dtype=torch.float64, **exchange,
+) -> dict[str, Any]:  # fmt: skip
+    rank, world = dist.get_rank(), dist.get_world_size()
+    torch.manual_seed(5)
+    whole = build(form).to(dtype)
+    for name, parameter in (*whole.named_parameters(), *whole.named_buffers()):
+        if name.endswith("table"):
+            whole.router.reset_parameters(0.3)
+        else:
+            torch.nn.init.normal_(parameter, 1.0 if "norm" in name else 0.0, 0.4)
+    inputs = [torch.randn(tokens, HIDDEN, dtype=dtype) for tokens in TOKENS[:world]]
+    ids = [torch.randint(0, VOCABULARY, (tokens,)) for tokens in TOKENS[:world]]
+    weigh = [torch.randn(tokens, HIDDEN, dtype=dtype) for tokens in TOKENS[:world]]
+    if push:
+        with torch.no_grad():
+            for x in inputs:
+                x[:, 0] = 1.0
+            for expert, size in push.items():
+                whole.router.weight[expert, 0] = size
+    part = copy.deepcopy(whole)
+    mesh = init_device_mesh("cpu", (world,), mesh_dim_names=("ep",))
+    split_experts(part.experts, mesh)
+    part.exchange = Exchange(mesh.get_group(), **exchange)
+    if hosts:
+        part.exchange.duplicates = Duplicates(hosts, EXPERTS, world)
+    part.experts.merge_below = merge
+    whole.capacity = part.capacity = capacity
+    if recomputed:
+        recompute(part)
+
+    outputs = []
+    for x, y, numbers in zip(inputs, weigh, ids, strict=True):
+        context = Context(torch.tensor([0, len(x)]), (len(x),), torch.arange(len(x)), ids=numbers)
+        outputs.append(whole(x.requires_grad_(), context))
+        (outputs[-1] * y).sum().backward()
+    x = inputs[rank].detach().clone().requires_grad_()
+    context = Context(torch.tensor([0, len(x)]), (len(x),), torch.arange(len(x)), ids=ids[rank])
+    out = part(x, context)
+    (out * weigh[rank]).sum().backward()
+
+    errors = {"output": _error(out, outputs[rank]), "input": _error(x.grad, inputs[rank].grad)}
+    for (name, parameter), other in zip(part.named_parameters(), whole.parameters(), strict=True):
+        grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+        if isinstance(grad, DTensor):
+            grad = grad.full_tensor()
+        else:
+            dist.all_reduce(grad)
+        errors[name] = _error(grad, torch.zeros_like(other) if other.grad is None else other.grad)
+    worst = max(errors, key=errors.__getitem__)
+    counts = [None] * world
+    assert part.expert_counts is not None
+    dist.all_gather_object(counts, part.expert_counts.tolist())
+    return {"worst": errors[worst], "where": worst, "counts": counts}
+
+
+def _error(got, want) -> float:
+    size = float(want.norm())
+    difference = float((got.detach() - want.detach()).norm())
+    return difference / size if size else difference
+
+
+def rows_sent(form: str) -> tuple[int, int, int]:
+    """(rows that left this rank, copies of its tokens for experts, ranks that its tokens need, summed)."""
+    sent = []
+    start = Flight.start
+
+    def recorded(self, x, back=False):
+        sent.append(x.shape[0])
+        return start(self, x, back)
+
+    torch.manual_seed(1)
+    moe = build(form).double()
+    for parameter in moe.parameters():
+        torch.nn.init.normal_(parameter)
+    world = dist.get_world_size()
+    mesh = init_device_mesh("cpu", (world,), mesh_dim_names=("ep",))
+    split_experts(moe.experts, mesh)
+    moe.exchange = Exchange(mesh.get_group())
+    x = torch.randn(20, HIDDEN, dtype=torch.float64)
+    index = moe.router(x)[1] // (EXPERTS // world)
+    Flight.start = recorded
+    moe(x)
+    Flight.start = start
+    return sent[0], index.numel(), sum(len(set(token)) for token in index.tolist())
+
+
+def events(parts: int) -> tuple[list[str], list[str]]:
+    """What happens in the forward and in the backward pass, in order: exchanges that start and are waited for,
+    computation of the shared experts and of each part."""
+    import dayzero.runtime.nn.expert_parallel as module
+
+    log: list[str] = []
+    names: dict[int, str] = {}
+    kept = []  # so that no two flights have one id
+    start, wait, through = Flight.start, Flight.wait, through_experts
+    part = iter(range(parts))
+
+    def started(self, x, back=False):
+        kept.append(self)
+        sort, number = divmod(len(names), parts)
+        name = names.setdefault(id(self), f"{('tokens', 'sums')[sort % 2]} {number}")
+        log.append(f"{name} leave")
+        return start(self, x, back)
+
+    def waited(self):
+        log.append(f"{names[id(self)]} needed")
+        return wait(self)
+
+    def computed(experts, x, weights, copies, **how):
+        name = f"experts {next(part)}"
+        log.append(name)
+        x = x.view_as(x)
+        x.register_hook(lambda grad: log.append(name))
+        return through(experts, x, weights, copies, **how)
+
+    moe = MixtureOfExperts(
+        Router(HIDDEN, EXPERTS, 3), Experts(EXPERTS, HIDDEN, WIDTH, "silu"), GatedFeedForward(HIDDEN, 5, "silu")
+    )
+    for parameter in moe.parameters():
+        torch.nn.init.normal_(parameter)
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("ep",))
+    split_experts(moe.experts, mesh)
+    moe.exchange = Exchange(mesh.get_group(), parts=parts)
+    assert moe.shared is not None
+    moe.shared.register_forward_pre_hook(lambda *_: log.append("shared experts"))
+    moe.shared.register_full_backward_hook(lambda *_: log.append("shared experts"))
+    Flight.start, Flight.wait, module.through_experts = started, waited, computed
+    y = moe(torch.randn(16, HIDDEN, requires_grad=True))
+    forward = log.copy()
+    log.clear()
+    y.sum().backward()
+    Flight.start, Flight.wait, module.through_experts = start, wait, through
+    return forward, log
