@@ -67,7 +67,7 @@ def surroundings(parts: Parts, width: int) -> Iterator[Around]:
         arguments["bias"] = literal(True, f"the parameter {biases[0]}")
         parameters["bias"] = Stored(biases[0])
     halved = [s for s in parts.site.operations.sequence if s.name == "div" and s.numbers[-1:] == (2.0,)]
-    if halved:
+    if halved and shared:
         arguments["average"] = literal(True, "the trace halves the sum")
     yield arguments, parameters
 

@@ -53,7 +53,9 @@ def _clamped(inner: Inner) -> Iterator[Candidate]:
 
 def _limits(inner: Inner) -> list[Evidence]:
     """Where the bounds of the clamps come from; infinite ones are a limit that this layer does not use."""
-    bounds = {abs(n) for step in inner.operations.sequence if step.name == "clamp" for n in step.numbers}
+    clamps = {step.numbers for step in inner.operations.sequence if step.name == "clamp"}
+    # One from above, of the gate, and one on both sides, of the value: a single clamp is another thing.
+    bounds = {numbers[0] for numbers in clamps if len(numbers) == 1 and (-numbers[0], numbers[0]) in clamps}
     found = [inner.cause(bound) for bound in sorted(bounds) if bound != _INFINITE]
     if _INFINITE in bounds:
         unused = literal(_INFINITE, "the clamp in the trace")

@@ -69,10 +69,10 @@ def test_a_model_that_nobody_knows_is_proven_from_what_it_computes():
     wanted = {"heads": 6, "kv_heads": 3, "head_dim": 14, "rotary": "half", "qk_norm": "none", "window": None}
     assert kind.blocks["mixer"].arguments.items() >= wanted.items()
     assert kind.blocks["mixer"].arguments["scale"] == pytest.approx(14**-0.5, rel=1e-15)
-    assert kind.blocks["ffn"].arguments == {
-        "hidden": 48, "experts": 10, "top_k": 3, "width": 34, "act": "silu", "score": "sigmoid",
-        "renormalise": True, "renormalise_eps": 1e-9, "scale": 1.75,
-    }  # fmt: skip
+    router, experts = (kind.blocks["ffn"].arguments[name].arguments for name in ("router", "experts"))
+    assert router.items() >= {"experts": 10, "top_k": 3, "score": "sigmoid", "scored": "all", "scale": 1.75}.items()
+    assert router["normalise"].arguments == {"eps": 1e-9}
+    assert experts.items() >= {"experts": 10, "hidden": 48, "width": 34, "act": "silu"}.items()
     mixer = proven.layers[0].attempts["mixer"].candidate.parameters
     assert {ours: mixer[f"{ours}.weight"].name[:2] for ours in ("query", "key", "value", "output")} == {
         "query": "bb", "key": "cc", "value": "aa", "output": "dd",
@@ -248,12 +248,18 @@ def claim(proven_mixtral, role, parameters=None, **arguments):
     model, proven = proven_mixtral
     path = next(f"{proven.parts.layers}.0.{p.unit.path}" for p in proven.layers[0].parts if p.unit.name == role)
     candidate = proven.layers[0].attempts[role].candidate
-    changed = {**candidate.arguments, **{name: literal(value, "a test") for name, value in arguments.items()}}
-    candidate = dataclasses.replace(
-        candidate, arguments=changed, parameters={**candidate.parameters, **(parameters or {})}
-    )
+    for name, value in arguments.items():
+        candidate = claiming(candidate, name.split("__"), value)
+    candidate = dataclasses.replace(candidate, parameters={**candidate.parameters, **(parameters or {})})
     site = site_of(proven.parts.calls, path, model.config)
     return attempt(candidate, site, torch.Generator().manual_seed(5), thorough=True)
+
+
+def claiming(candidate, path, value):
+    """The candidate with another value for an argument, or for one of a block inside it."""
+    name, *rest = path
+    inner = claiming(candidate.arguments[name], rest, value) if rest else literal(value, "a test")
+    return dataclasses.replace(candidate, arguments={**candidate.arguments, name: inner})
 
 
 @pytest.mark.parametrize("role", ["mixer_norm", "mixer", "ffn_norm", "ffn"])
@@ -274,12 +280,12 @@ def test_the_proven_claim_holds_again_on_other_draws(proven_mixtral, role):
         ("mixer", {"rotary": None}),
         ("mixer", {"window": SEQUENCE - 1}),
         ("mixer", {"clip": 1e4}),
-        ("ffn", {"act": "gelu"}),
-        ("ffn", {"score": "sigmoid"}),
-        ("ffn", {"renormalise": False}),
-        ("ffn", {"renormalise_eps": 1e-12}),
-        ("ffn", {"scale": 1 + 1e-8}),
-        ("ffn", {"top_k": 1}),
+        ("ffn", {"experts__act": "gelu"}),
+        ("ffn", {"router__score": "sigmoid"}),
+        ("ffn", {"router__normalise": None}),
+        ("ffn", {"router__normalise__eps": 1e-12}),
+        ("ffn", {"router__scale": 1 + 1e-8}),
+        ("ffn", {"router__top_k": 1}),
     ],
 )
 def test_a_claim_that_is_slightly_wrong_is_refuted(proven_mixtral, role, arguments):
@@ -290,14 +296,14 @@ def test_a_claim_that_is_slightly_wrong_is_refuted(proven_mixtral, role, argumen
 
 @pytest.mark.parametrize(("one", "other"), [("key.weight", "value.weight"), ("key.weight", "key.weight")])
 def test_a_claim_with_the_wrong_weights_is_refuted(proven_mixtral, one, other):
-    held = proven_mixtral[1].layers[0]["mixer"].candidate.parameters
+    held = proven_mixtral[1].layers[0].attempts["mixer"].candidate.parameters
     swapped = {one: held[other], other: held[one]} if one != other else {"value.weight": held["key.weight"]}
     assert not claim(proven_mixtral, "mixer", parameters=swapped).proven
 
 
 def test_softmax_of_the_selected_is_the_same_as_softmax_renormalised(proven_mixtral):
     """Equal in exact arithmetic: what nothing separates may survive, but within the bound."""
-    tried = claim(proven_mixtral, "ffn", score="softmax_selected", renormalise=False)
+    tried = claim(proven_mixtral, "ffn", router__scored="selected", router__normalise=None)
     assert tried.error <= 1e-9 or not tried.proven
 
 

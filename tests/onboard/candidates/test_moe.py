@@ -162,7 +162,9 @@ def test_a_router_beside_its_experts():
     model = model_of("gemma4")
     calls = calls_of(model)
     path = next(path for path in calls if path.endswith("layers.0.router"))
-    calls[path] = routing_call(calls[path], 15)
+    routing = routing_call(calls[path], 15)
+    assert routing is not None
+    calls[path] = routing
     config = reference.text_config(model)
     verdict = prove("routing", site_of(calls, path, config), torch.Generator().manual_seed(2))
     assert [attempt.candidate.block for attempt in verdict.survivors] == ["LeaveRouting"]
@@ -198,6 +200,8 @@ class Qux(nn.Module):
 
 class Zog(nn.Module):
     """The router: twist says what is subtly different."""
+
+    v: torch.Tensor
 
     def __init__(self, twist):
         super().__init__()
