@@ -78,6 +78,7 @@ def train(
 def export(
     run: Annotated[Path, typer.Argument(help="Folder of a run", metavar="RUN")],
     out: Annotated[Path, typer.Option("-o", "--out", help="New folder for the result", metavar="DIR")],
+    best: Annotated[bool, typer.Option("--best", help="The step with the lowest held-out loss, not the last")] = False,
     adapter: Annotated[bool, typer.Option("--adapter", help="A PEFT adapter instead of a whole model")] = False,
     merge: Annotated[bool, typer.Option("--merge/--no-merge", help="Merge adapters into the weights")] = True,
     requantise: Annotated[
@@ -88,7 +89,7 @@ def export(
     """Write what a run trained under the names of the original checkpoint, or as a PEFT adapter."""
     from dayzero.runtime.export import export as write
 
-    report = write(run, out, merged=merge and not adapter, adapter=adapter, requantise=requantise)
+    report = write(run, out, merged=merge and not adapter, adapter=adapter, requantise=requantise, best=best)
     if as_json:
         print(json.dumps({"command": "export", "ok": True, **report.model_dump(mode="json")}))
     else:
@@ -124,6 +125,9 @@ def plan(
         tokens_per_device=config.data.tokens_per_rank,
         lora_rank=config.lora.rank,
         precision=config.train.precision,
+        optimizer=config.optimizer,
+        asynchronous=config.checkpoint.asynchronous,
+        train_indexers=config.train.indexer_loss != "none",
     )
     if as_json:
         print(json.dumps({"command": "plan", "ok": True, **result.model_dump(mode="json")}))

@@ -28,6 +28,10 @@ class Train(Section):
     precision: Precision = Field(default="bf16", description="bf16: compute in bfloat16, update in float32; or fp32")
     seed: int = Field(default=0, ge=0, description="of adapters, dropout, random weights and the data order")
     deterministic: bool = Field(default=True, description="the same run gives the same losses, bit for bit")
+    indexer_loss: Literal["none", "selected", "all"] = Field(
+        default="none",
+        description="what trains indexers of sparse attention: the keys they select, or all",
+    )
     max_skipped: int = Field(
         default=3, ge=0, description="steps in a row that are left out for a loss that is no number"
     )

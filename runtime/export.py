@@ -82,9 +82,10 @@ class Trained:
 
 
 def export(
-    run: Path, out: Path, *, merged: bool = True, adapter: bool = False, requantise: bool = False
+    run: Path, out: Path, *, merged: bool = True, adapter: bool = False, requantise: bool = False, best: bool = False
 ) -> ExportReport:
-    """Writes the newest sound training checkpoint of `run` to the new folder `out`.
+    """Writes the newest sound training checkpoint of `run` to the new folder `out`; with `best`, the one with the lowest
+    held-out loss.
 
     After full fine-tuning, and after LoRA with `merged`: a checkpoint with the source's names, shapes, dtypes and
     files, whose untrained tensors are the source's bytes. adapter: the PEFT adapter alone. merged=False: the source
@@ -92,9 +93,9 @@ def export(
     stores quantised may be rounded to its format again; without it they are refused.
 
     The folder takes its name only when complete. Raises InputError for a folder that is not empty, a run without a
-    sound checkpoint or without adapters where these are wanted, and a source that is not the one that was trained.
+    sound checkpoint, or one with a held-out loss, or without adapters, where these are wanted, and a source that is not the one that was trained.
     """
-    trained, step = _read_run(run)
+    trained, step = _read_run(run, best)
     if (adapter or not merged) and not trained.adapted:
         option = "--adapter" if adapter else "--no-merge"
         raise InputError(option, found=f"{run}, which trained every parameter", expected="a run with train.mode=lora")
@@ -151,7 +152,7 @@ def new_folder(out: Path) -> Iterator[Path]:
         shutil.rmtree(partial, ignore_errors=True)
 
 
-def _read_run(run: Path) -> tuple[Trained, int]:
+def _read_run(run: Path, best: bool) -> tuple[Trained, int]:
     """(what was trained, after how many steps)."""
     try:
         record: dict[str, Any] = json.loads((run / "run.json").read_text())
@@ -165,7 +166,14 @@ def _read_run(run: Path) -> tuple[Trained, int]:
             str(run), found="no source checkpoint", expected="the one the weights came from", hint="Pass --checkpoint."
         )
     check_same_checkpoint(package.checkpoint, read_headers(package.checkpoint), package.spec.checkpoint)
-    saved = checkpointing.latest(run)
+    saved = checkpointing.best(run) if best else checkpointing.latest(run)
+    if saved is None and best and checkpointing.latest(run) is not None:
+        raise InputError(
+            "--best",
+            found="no checkpoint with a held-out loss",
+            expected="a run with --eval-data and checkpoint.keep_best",
+            hint="Without --best the newest checkpoint is taken.",
+        )
     if saved is None:
         raise InputError(
             str(run / "checkpoints"),

@@ -17,6 +17,7 @@ from dayzero.runtime.headers import read_headers
 from dayzero.runtime.load import check_same_checkpoint
 from dayzero.runtime.lora import apply_lora
 from dayzero.runtime.nn import CausalLM, MixtureOfExperts
+from dayzero.runtime.nn.index_loss import freeze_indexers, train_indexers
 from dayzero.runtime.optimizer import make_optimizer
 from dayzero.runtime.package import Package, load_package
 from dayzero.runtime.parallel import Layout
@@ -121,7 +122,25 @@ def meta_model(package: Package, config: TrainConfig) -> CausalLM:
         if config.train.mode == "lora":
             lora = config.lora
             apply_lora(model, lora.rank, lora.alpha, lora.dropout, lora.targets)
+    if config.train.indexer_loss == "none":
+        freeze_indexers(model)
+    else:
+        _train_indexers(model, config)
     return model
+
+
+def _train_indexers(model: CausalLM, config: TrainConfig) -> None:
+    wanted = config.train.indexer_loss
+    if config.train.mode == "lora":
+        raise InputError(
+            "train.indexer_loss",
+            found=f"{wanted}, with train.mode=lora",
+            expected="none, or train.mode=full: indexers have no adapters",
+        )
+    if not train_indexers(model, None if wanted == "none" else wanted):
+        raise InputError(
+            "train.indexer_loss", found=f"{wanted}, and no layer with an indexer", expected="none for this model"
+        )
 
 
 def store_examples(file: Path, examples: Sequence[Example]) -> None:
@@ -205,6 +224,9 @@ def _layout(package: Package, config: TrainConfig, world: int) -> Layout:
             tokens_per_device=config.data.tokens_per_rank,
             lora_rank=config.lora.rank,
             precision=config.train.precision,
+            optimizer=config.optimizer,
+            asynchronous=config.checkpoint.asynchronous,
+            train_indexers=config.train.indexer_loss != "none",
         )
         ep = plan.mesh.ep
         replicate = plan.mesh.dp_replicate if replicate == "auto" else replicate

@@ -17,14 +17,20 @@ import torch
 from pydantic import BaseModel, ConfigDict
 from torch import nn
 
-from dayzero.runtime.activations import kept_bytes, largest_block, routed_bytes
+from dayzero.runtime import config
+from dayzero.runtime.activations import kept, measure_layers, ranks_of_a_token, travelling_bytes, working
+from dayzero.runtime.dry_pass import LayerBytes
 from dayzero.runtime.lora import apply_lora
+from dayzero.runtime.moments import Moments
 from dayzero.runtime.nn import CausalLM, Experts, MixtureOfExperts
+from dayzero.runtime.nn.index_loss import freeze_indexers
+from dayzero.runtime.optimizer import moments_of
+from dayzero.runtime.parameter_roles import trained_parameters
 from dayzero.runtime.precision import Precision
 from dayzero.runtime.spec import ModelSpec
 
 Mode = Literal["lora", "full"]
-WIDE = 4  # bytes of float32: what is trained, its gradient, its two moments, and the dtype of reductions
+WIDE = 4  # bytes of float32: what is trained, its gradient, and the dtype of reductions
 GIB = 1 << 30
 
 
@@ -49,57 +55,59 @@ class Mesh(BaseModel):
 
 @dataclass(frozen=True)
 class Parameter:
-    """bytes: of an element, as the rank keeps it."""
+    """bytes: of an element, as the rank keeps it. moments: how many the optimizer has of it."""
 
     name: str
     shape: tuple[int, ...]
     trained: bool
     bytes: int
+    moments: int = 0
 
 
 @dataclass(frozen=True)
 class Unit:
-    """What is gathered and freed together. experts: whether it holds the experts of a layer."""
+    """What is gathered and freed together. experts: whether it holds the experts of a layer. buffers: bytes of what
+    every rank holds whole, such as a router's selection bias."""
 
     name: str
     parameters: tuple[Parameter, ...]
     experts: bool = False
+    buffers: int = 0
 
     def elements(self, mesh: Mesh, trained_only: bool = False) -> int:
         """Of the whole unit on this rank, once gathered."""
         share = mesh.ep if self.experts else 1
         return sum(math.prod(p.shape) // share for p in self.parameters if p.trained or not trained_only)
 
-    def local(self, mesh: Mesh) -> list[tuple[Parameter, int]]:
-        """(parameter, elements that rank 0 keeps)."""
+    def local(self, mesh: Mesh) -> list[tuple[Parameter, tuple[int, ...]]]:
+        """(parameter, shape of the part that rank 0 keeps)."""
         if not self.experts:
-            return [(p, _rows(p.shape, mesh.dp_shard)) for p in self.parameters]
+            return [(p, _first(p.shape, mesh.dp_shard)) for p in self.parameters]
         shapes = [(p.shape[0] // mesh.ep, *p.shape[1:]) for p in self.parameters]
         even = all(shape[0] % mesh.efsdp == 0 for shape in shapes)
         sliceable = all(len(shape) > 1 and shape[1] % mesh.efsdp == 0 for shape in shapes)
-        if not even and sliceable:
-            shapes = [(shape[1], shape[0], *shape[2:]) for shape in shapes]
-        return [(p, _rows(shape, mesh.efsdp)) for p, shape in zip(self.parameters, shapes, strict=True)]
+        dim = 1 if not even and sliceable else 0
+        return [(p, _first(shape, mesh.efsdp, dim)) for p, shape in zip(self.parameters, shapes, strict=True)]
 
 
-def _rows(shape: tuple[int, ...], ranks: int) -> int:
-    """Elements of the first of `ranks` shards along dimension 0."""
-    return -(-shape[0] // ranks) * math.prod(shape[1:])
+def _first(shape: tuple[int, ...], ranks: int, dim: int = 0) -> tuple[int, ...]:
+    """The first of `ranks` shards along a dimension."""
+    return (*shape[:dim], -(-shape[dim] // ranks), *shape[dim + 1 :])
 
 
 @dataclass(frozen=True)
 class Kind:
-    """A kind of layer. layer: the module itself, on the meta device. moe: its routed part, if it has one."""
+    """A kind of layer. moes: its routed parts."""
 
     dense: Unit
     experts: tuple[Unit, ...]
-    layer: nn.Module
-    moe: MixtureOfExperts | None
+    moes: tuple[MixtureOfExperts, ...]
 
 
 @dataclass(frozen=True)
 class Model:
-    """order: the kind of every layer. root: embedding, last norm and head."""
+    """order: the kind of every layer. root: embedding, last norm and head. built: a layer of each kind, on the meta
+    device, in the dtype of the pass. saves_copy: whether a copy of the state is written while training goes on."""
 
     kinds: tuple[Kind, ...]
     order: tuple[int, ...]
@@ -109,6 +117,27 @@ class Model:
     head_trained: bool
     compute: int  # bytes of an element in the forward and backward pass
     lora_targets: tuple[str, ...]
+    built: CausalLM
+    moments: Moments
+    saves_copy: bool
+
+    @cached_property
+    def _measured(self) -> dict[int, list[LayerBytes]]:
+        return {}
+
+    def layer_bytes(self, tokens: int) -> list[LayerBytes]:
+        """Of each kind of layer. Of fewer tokens than were asked for before: their part of those, which is no less."""
+        known = self._measured
+        if tokens not in known:
+            more = min((seen for seen in known if seen > tokens), default=None)
+            if more is None:
+                known[tokens] = measure_layers(self.built, tokens)
+            else:
+                known[tokens] = [
+                    LayerBytes(**{name: -(-value * tokens // more) for name, value in vars(layer).items()})
+                    for layer in known[more]
+                ]
+        return known[tokens]
 
     @cached_property
     def units(self) -> list[tuple[Unit, int]]:
@@ -121,8 +150,17 @@ class Model:
         return [*layers, (self.root, 1)]
 
 
-def measure(spec: ModelSpec, mode: Mode, precision: Precision, lora_rank: int) -> Model:
+def measure(
+    spec: ModelSpec,
+    mode: Mode,
+    precision: Precision,
+    lora_rank: int,
+    optimizer: config.Optimizer | None = None,
+    asynchronous: bool = True,
+    train_indexers: bool = False,
+) -> Model:
     """The shapes of the model that a run trains. Takes no memory to speak of, and time only for the kinds of layers.
+    asynchronous: checkpoints are written from a copy. train_indexers: their own loss does.
 
     Trained parameters are float32, as `precision.keep_parameters` makes them; frozen ones keep the commonest dtype of
     the checkpoint in a bf16 run. Raises InputError for a model without anything to adapt.
@@ -133,34 +171,47 @@ def measure(spec: ModelSpec, mode: Mode, precision: Precision, lora_rank: int) -
     with torch.device("meta"):
         model = small.build()
         targets = apply_lora(model, lora_rank, 1.0) if mode == "lora" else []
+    if not train_indexers:
+        freeze_indexers(model)
     frozen = 2 if precision == "bf16" and _is_narrow(spec) else WIDE
+    optimizer = optimizer or config.Optimizer()
+    moments = {id(one.parameter): moments_of(one.role, optimizer) for one in trained_parameters(model)}
 
     def unit(name: str, module: nn.Module, without: Sequence[nn.Module], experts: bool = False) -> Unit:
         elsewhere = {id(p) for other in without for p in other.parameters()}
         own = {name: p for name, p in module.named_parameters() if id(p) not in elsewhere}
         made = (
-            Parameter(name, tuple(p.shape), p.requires_grad, WIDE if p.requires_grad else frozen)
-            for name, p in own.items()
+            Parameter(n, tuple(p.shape), p.requires_grad, WIDE if p.requires_grad else frozen, moments.get(id(p), 0))
+            for n, p in own.items()
         )
-        return Unit(name, tuple(made), experts)
+        inside = {id(b) for other in without for b in other.buffers()}
+        buffers = sum(b.nbytes for b in module.buffers() if id(b) not in inside)
+        return Unit(name, tuple(made), experts, buffers)
 
     kinds = []
     for kind, layer in zip(used, model.layers, strict=True):
         containers = [(name, module) for name, module in layer.named_modules() if isinstance(module, Experts)]
         inner = tuple(unit(f"layers of kind {kind}: {name}", module, [], True) for name, module in containers)
-        moe = next((module for module in layer.modules() if isinstance(module, MixtureOfExperts)), None)
+        moes = tuple(module for module in layer.modules() if isinstance(module, MixtureOfExperts))
         dense = unit(f"layers of kind {kind}", layer, [module for _, module in containers])
-        kinds.append(Kind(dense, inner, layer, moe))
+        kinds.append(Kind(dense, inner, moes))
     head = model.embed if model.head is None else model.head
+    root = unit("root: embedding, last norm, head", model, list(model.layers))
+    if precision == "bf16":
+        for parameter in model.parameters():
+            parameter.data = parameter.data.to(torch.bfloat16)
     return Model(
         tuple(kinds),
         tuple(used.index(run.kind) for run in spec.layers for _ in range(run.count)),
-        unit("root: embedding, last norm, head", model, list(model.layers)),
+        root,
         spec.hidden,
         spec.vocabulary,
         head.weight.requires_grad,
         2 if precision == "bf16" else WIDE,
         _short(model, targets),
+        model,
+        Moments(optimizer.states, optimizer.offload),
+        asynchronous,
     )
 
 
@@ -184,25 +235,32 @@ def state_memory(model: Model, mesh: Mesh) -> dict[str, int]:
     """What does not depend on the batch. c: bytes of the compute dtype.
 
     parameters_*: elements kept * bytes of an element; dimension 0 is cut into ceil(rows / ranks).
-    gradients: 4 an element of what is trained. optimizer: 8 an element and 4 a parameter (AdamW).
+    buffers: what every rank holds whole.
+    gradients: 4 an element of what is trained. optimizer: its moments as they are kept (AdamW has two, Muon one) and
+        4 a parameter, its step; moments in host memory are in `host_memory`. What a step of the optimizer works with
+        comes after activations are gone, and has no line.
     gathered: c * (root + the largest of layer + its experts + the next layer, which is on its way)
         + c * the largest unit, for the buffer that the collective fills.
     reduced: of trained elements, the largest of: (c + 4) * a unit + 4 * the one reduced just before it.
     """
     lines: dict[str, int] = {f"parameters_{part}": 0 for part in ("dense", "experts", "adapters")}
-    gradients = optimizer = 0
+    gradients = optimizer = buffers = 0
     for unit, count in model.units:
-        for parameter, elements in unit.local(mesh):
+        buffers += count * unit.buffers
+        for parameter, shape in unit.local(mesh):
+            elements = math.prod(shape)
             adapter = parameter.name.endswith((".lora_a", ".lora_b"))
             line = "experts" if unit.experts else "adapters" if adapter else "dense"
             lines[f"parameters_{line}"] += count * elements * parameter.bytes
             if parameter.trained:
                 gradients += count * elements * WIDE
-                optimizer += count * (elements * 2 * WIDE + WIDE)
+                held = 0 if model.moments.offload else parameter.moments * model.moments.bytes(shape)
+                optimizer += count * (held + WIDE)
     neighbours = set(zip(model.order, (*model.order[1:], model.order[-1]), strict=True))
     gathered = max(_layer(model.kinds[a], mesh) + model.kinds[b].dense.elements(mesh) for a, b in neighbours)
     largest = max(unit.elements(mesh) for unit, _ in model.units)
     return lines | {
+        "buffers": buffers,
         "gradients": gradients,
         "optimizer": optimizer,
         "gathered": model.compute * (model.root.elements(mesh) + gathered + largest),
@@ -210,30 +268,45 @@ def state_memory(model: Model, mesh: Mesh) -> dict[str, int]:
     }
 
 
+def host_memory(model: Model, mesh: Mesh) -> dict[str, int]:
+    """Bytes of rank 0 in host memory: moments that are kept there between steps, and the copy that an asynchronous
+    checkpoint is written from, which is of all that is trained and of the optimizer's state."""
+    moments = copied = 0
+    for unit, count in model.units:
+        for parameter, shape in unit.local(mesh):
+            if parameter.trained:
+                held = parameter.moments * model.moments.bytes(shape)
+                moments += count * held
+                copied += count * (math.prod(shape) * parameter.bytes + held + WIDE)
+    lines = {"host_moments": moments} if model.moments.offload else {}
+    return lines | ({"host_copy": copied} if model.saves_copy else {})
+
+
 def batch_memory(model: Model, ep: int, tokens: int, recompute: bool, loss_chunk: int | None) -> dict[str, int]:
     """What a batch of T tokens takes on its rank.
 
-    activations: what backward needs (`activations.kept_bytes`) of every layer; with recompute, only the input c T H
-        and the routing 12 T K of every layer, and all of the largest one. In both cases gradients as large as the
-        largest block's own, and 2 c T H for the last norm.
-    expert_copies: token copies of the largest layer as sent, as received, and sorted (`routed_bytes`).
+    activations: what every layer keeps for its backward pass; with recompute, its output, what it leaves for later
+        layers and its selections, and all that the largest layer keeps. In both cases what the layer with the largest
+        need works with beside that (`activations`), and 2 c T H for the last norm.
+    expert_copies: rows on their way between the ranks of an exchange (`activations.travelling_bytes`).
     logits: min(T, chunk) * V * (8 + c, or 8 if c is 4), and c V H for the gradient of a trained head in chunks.
     """
     compute, hidden = model.compute, model.hidden
-    full = [kept_bytes(kind.layer, compute, tokens, ep) for kind in model.kinds]
+    layers = model.layer_bytes(tokens)
+    most = max(working(layer, ep) for layer in layers)
     if recompute:
-        routing = sum(12 * tokens * kind.moe.router.top_k for i in model.order if (kind := model.kinds[i]).moe)
-        kept = len(model.order) * compute * tokens * hidden + routing + max(full)
+        between = sum(layers[i].output + layers[i].routing for i in model.order)
+        activations = between + max(kept(layer, ep) + working(layer, ep) for layer in layers)
     else:
-        kept = sum(full[i] for i in model.order)
-    block = max(largest_block(kind.layer, compute, tokens, ep) for kind in model.kinds)
+        activations = sum(kept(layers[i], ep) for i in model.order) + most
     chunk = min(tokens, loss_chunk or tokens)
     logits = chunk * model.vocabulary * (8 + (compute if compute < WIDE else 0))
     if model.head_trained and chunk < tokens:
         logits += compute * model.vocabulary * hidden
+    moes = [moe for kind in model.kinds for moe in kind.moes]
     return {
-        "activations": kept + block + 2 * compute * tokens * hidden,
-        "expert_copies": max(routed_bytes(kind.moe, compute, tokens, ep) for kind in model.kinds),
+        "activations": activations + 2 * compute * tokens * hidden,
+        "expert_copies": max((travelling_bytes(moe, compute, tokens, ep) for moe in moes), default=0),
         "logits": logits,
     }
 
@@ -258,7 +331,8 @@ def communication(model: Model, mesh: Mesh, tokens: int, recompute: bool, per_no
     ranks of ep and dp_shard are neighbours; those of efsdp stand ep apart, those of dp_replicate dp_shard. S is for
     all_gather: c * the unit, twice (forward, backward), but once for the root, which stays gathered.
     reduce_scatter: 4 * trained elements of the unit. all_reduce: 8 * trained elements kept, with dp_replicate.
-    all_to_all: c T K H for each exchange: 2 forward, 2 backward, 2 again with recompute.
+    all_to_all: c T R H for each exchange, R ranks a token (`activations.ranks_of_a_token`): 2 forward, 2 backward, 2
+    again with recompute.
     """
     gather, scatter, reduce, exchange = (_zero() for _ in range(4))
     for unit, count in model.units:
@@ -268,12 +342,11 @@ def communication(model: Model, mesh: Mesh, tokens: int, recompute: bool, per_no
         trained = unit.elements(mesh, trained_only=True)
         _add(scatter, count * WIDE * trained, ranks, stride, per_node)
         if not unit.experts:
-            local = sum(elements for p, elements in unit.local(mesh) if p.trained)
+            local = sum(math.prod(shape) for p, shape in unit.local(mesh) if p.trained)
             _add(reduce, count * 2 * WIDE * local, mesh.dp_replicate, mesh.dp_shard, per_node)
     for i in model.order:
-        moe = model.kinds[i].moe
-        if moe is not None:
-            size = model.compute * tokens * moe.router.top_k * moe.experts.hidden
+        for moe in model.kinds[i].moes:
+            size = int(model.compute * tokens * ranks_of_a_token(moe, mesh.ep) * moe.experts.hidden)
             _add(exchange, (6 if recompute else 4) * size, mesh.ep, 1, per_node)
     return {"all_gather": gather, "reduce_scatter": scatter, "all_reduce": reduce, "all_to_all": exchange}
 

@@ -19,7 +19,8 @@ class StepMetrics:
 
     step: steps done, counted from 1. loss: mean over the trained tokens. tokens: read in this step. expert_load: token
     copies of the busiest expert over the mean, of the least even layer; None without routed experts. peak_bytes: the
-    most of any rank. skipped: loss or norm is not finite, and the weights have not changed.
+    most of any rank. skipped: loss or norm is not finite, and the weights have not changed. indexer_loss: mean over tokens,
+    summed over layers; None where indexers are not trained.
     """
 
     step: int
@@ -31,6 +32,7 @@ class StepMetrics:
     peak_bytes: int
     expert_load: float | None
     skipped: bool = False
+    indexer_loss: float | None = None
 
 
 class MetricsLog:
@@ -67,6 +69,8 @@ class MetricsLog:
             text += "  skipped"
         if metrics.expert_load is not None:
             text += f"  expert load {metrics.expert_load:.2f}"
+        if metrics.indexer_loss is not None:
+            text += f"  indexers {metrics.indexer_loss:.4f}"
         if self.progress is not None:
             self.progress.update(self.task, completed=metrics.step, description=text)
         else:

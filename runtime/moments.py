@@ -11,6 +11,7 @@ value. Second moments are kept as their root, whose relative error is what the s
 the block's largest, and never round down to zero.
 """
 
+import math
 from dataclasses import dataclass
 from functools import cache
 from typing import Literal
@@ -42,6 +43,15 @@ class Moments:
 
     def kind(self, parameter: Tensor) -> Kept:
         return self.kept if parameter.ndim > 1 and parameter.dtype == torch.float32 else "fp32"
+
+    def bytes(self, shape: tuple[int, ...], dtype: torch.dtype = torch.float32) -> int:
+        """What one moment of a part of that shape takes."""
+        match self.kind(torch.empty(shape, dtype=dtype, device="meta")):
+            case "fp32":
+                return math.prod(shape) * dtype.itemsize
+            case "bf16":
+                return 2 * math.prod(shape)
+        return math.prod(shape) + 4 * math.prod(shape[:-1]) * -(-shape[-1] // BLOCK)
 
     def zeros(self, parameter: Tensor, name: str) -> dict[str, Tensor]:
         """The stored tensors of a new moment. Raises InputError for 8 bits of a parameter whose blocks a mesh cuts."""

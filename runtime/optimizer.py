@@ -142,9 +142,19 @@ def make_optimizer(model: nn.Module, settings: config.Optimizer) -> Optimizer:
     return Optimizer(groups, Moments(settings.states, settings.offload), compute)
 
 
-def _group(role: Role, settings: config.Optimizer) -> dict[str, Any]:
+def algorithm_of(role: Role, settings: config.Optimizer) -> str:
+    """adamw or muon."""
     own = settings.groups.get(role, config.Group())
-    algorithm = own.name or (settings.name if role in MUON_ROLES else "adamw")
+    return own.name or (settings.name if role in MUON_ROLES else "adamw")
+
+
+def moments_of(role: Role, settings: config.Optimizer) -> int:
+    """How many moments a parameter of that role has."""
+    return len(_NAMES[algorithm_of(role, settings)])
+
+
+def _group(role: Role, settings: config.Optimizer) -> dict[str, Any]:
+    own, algorithm = settings.groups.get(role, config.Group()), algorithm_of(role, settings)
     if algorithm == "muon" and role not in MATRIX_ROLES:
         raise InputError(
             f"optimizer.groups: {role}",

@@ -10,9 +10,20 @@ import yaml
 from pydantic import BaseModel, ConfigDict, ValidationError
 from rich.console import Console
 
-from dayzero.runtime import plan_table
+from dayzero.runtime import config, plan_table
 from dayzero.runtime.errors import InputError
-from dayzero.runtime.memory import GIB, Mesh, Mode, Model, batch_memory, communication, measure, state_memory
+from dayzero.runtime.memory import (
+    GIB,
+    Mesh,
+    Mode,
+    Model,
+    batch_memory,
+    communication,
+    host_memory,
+    measure,
+    state_memory,
+)
+from dayzero.runtime.moments import Kept
 from dayzero.runtime.parallel import divisors
 from dayzero.runtime.precision import Precision
 from dayzero.runtime.spec import ModelSpec
@@ -50,7 +61,8 @@ class Alternative(Record):
 
 
 class Plan(Record):
-    """The chosen layout. per_rank_bytes: by line, as `memory` defines them, of rank 0.
+    """The chosen layout. per_rank_bytes: by line, as `memory` defines them, of rank 0; host_bytes: in host memory.
+    optimizer, states, offload: as in train.yaml.
 
     communication_bytes: received in a step by rank 0, by kind. weighted_bytes: their sum, those from other nodes
     counted ACROSS times; the plan minimises it among what fits. advice: what would fit, where nothing does.
@@ -68,8 +80,12 @@ class Plan(Record):
     loss_chunk: int | None
     lora_rank: int | None
     lora_targets: list[str]
+    optimizer: str
+    states: Kept
+    offload: bool
     units: list[PlannedUnit]
     per_rank_bytes: dict[str, int]
+    host_bytes: dict[str, int]
     total_bytes: int
     hbm_bytes: int | None
     fits: bool
@@ -88,10 +104,14 @@ class Plan(Record):
         ]
         if self.lora_targets:
             head.append(f"adapters of rank {self.lora_rank} on {', '.join(self.lora_targets)}")
+        where = "in host memory" if self.offload else "on the device"
+        head.append(f"optimizer {self.optimizer}, its moments in {self.states}, {where}")
         tables = [
             plan_table.memory(self.per_rank_bytes, self.total_bytes, self.hbm_bytes),
             plan_table.communication(self.communication_bytes),
         ]
+        if self.host_bytes:
+            tables.insert(1, plan_table.host(self.host_bytes))
         if self.alternatives:
             rows = [(str(other.mesh), other.total_bytes, other.reason) for other in self.alternatives]
             tables.append(plan_table.alternatives(rows))
@@ -131,18 +151,23 @@ def make_plan(
     devices_per_node: int = 8,
     lora_rank: int = 16,
     precision: Precision = "bf16",
+    optimizer: config.Optimizer | None = None,
+    asynchronous: bool = True,
+    train_indexers: bool = False,
 ) -> Plan:
     """The layout that moves the fewest bytes among those that fit into `hbm_gib` GiB a device.
 
     Searches ep over the common divisors of devices and experts, dp_replicate over the divisors of devices, recompute
     on and off, and chunks of the loss. If nothing fits: the layout that needs least, with fits=False and advice.
+    asynchronous: checkpoints are written from a copy in host memory. train_indexers: by the loss of their own.
     Raises InputError for fewer than one device or token, or a model without anything to adapt.
     """
     sizes = {"devices": devices, "tokens_per_device": tokens_per_device, "devices_per_node": devices_per_node}
     for name, value in sizes.items():
         if value < 1:
             raise InputError(name, found=str(value), expected="1 or more")
-    model = measure(spec, mode, precision, lora_rank)
+    optimizer = optimizer or config.Optimizer()
+    model = measure(spec, mode, precision, lora_rank, optimizer, asynchronous, train_indexers)
     hbm = None if hbm_gib is None else int(hbm_gib * GIB)
     candidates = list(_candidates(model, devices, tokens_per_device, devices_per_node, known=hbm is not None))
     fitting = [candidate for candidate in candidates if candidate.fits(hbm)]
@@ -159,6 +184,10 @@ def make_plan(
         loss_chunk=best.loss_chunk,
         lora_rank=lora_rank if mode == "lora" else None,
         lora_targets=list(model.lora_targets),
+        optimizer=optimizer.name,
+        states=optimizer.states,
+        offload=optimizer.offload,
+        host_bytes=host_memory(model, best.mesh),
         units=[
             PlannedUnit(
                 name=unit.name,
@@ -198,7 +227,7 @@ def read_plan(file: Path) -> Plan:
 
 def _candidates(model: Model, devices: int, tokens: int, per_node: int, known: bool) -> Iterator[Candidate]:
     """known: whether the device's memory is. Otherwise the choices that need least of it are made beforehand."""
-    counts = {kind.moe.experts.experts for kind in model.kinds if kind.moe is not None}
+    counts = {moe.experts.experts for kind in model.kinds for moe in kind.moes}
     choices = list(itertools.product((False, True), LOSS_CHUNKS)) if known else [(True, SMALL_CHUNK)]
     for ep in divisors(devices):
         if ep > 1 and (not counts or any(count % ep for count in counts)):

@@ -14,13 +14,18 @@ LINES = {
     "parameters_experts": "expert parameters, this rank's shard",
     "parameters_adapters": "adapters, this rank's shard",
     "gradients": "gradients of what is trained",
-    "optimizer": "AdamW moments",
+    "buffers": "values that no optimizer moves",
+    "optimizer": "the optimizer's moments",
     "gathered": "units gathered at a time",
     "reduced": "gradients of a unit on their way",
-    "activations": "activations kept for backward",
-    "expert_copies": "token copies of a routed layer",
+    "activations": "activations of the two passes",
+    "expert_copies": "tokens on their way to experts",
     "logits": "logits of a chunk of the loss",
     "headroom": "headroom: context, fragmentation",
+}
+HOST = {
+    "host_moments": "the optimizer's moments",
+    "host_copy": "copy of the state while it is saved",
 }
 KINDS = {
     "all_gather": "all-gather of parameters",
@@ -63,15 +68,23 @@ def memory(lines: Mapping[str, int], total: int, hbm: int | None) -> Table:
     return table
 
 
+def host(lines: Mapping[str, int]) -> Table:
+    """lines: bytes in host memory."""
+    return _plain("Host memory of a rank", [(HOST.get(name, name), size(needed)) for name, needed in lines.items()])
+
+
 def communication(received: Mapping[str, int]) -> Table:
     """received: bytes by kind of collective."""
-    table = Table(
-        title="Received by a rank in a step", title_justify="left", box=None, pad_edge=False, show_header=False
-    )
+    rows = [(KINDS.get(name, name), size(moved)) for name, moved in received.items()]
+    return _plain("Received by a rank in a step", rows)
+
+
+def _plain(title: str, rows: Sequence[tuple[str, str]]) -> Table:
+    table = Table(title=title, title_justify="left", box=None, pad_edge=False, show_header=False)
     table.add_column("", overflow="fold")
     table.add_column("", justify="right", no_wrap=True)
-    for name, moved in received.items():
-        table.add_row(KINDS.get(name, name), size(moved))
+    for row in rows:
+        table.add_row(*row)
     return table
 
 

@@ -20,6 +20,7 @@ from dayzero.runtime.load import load_checkpoint, load_random
 from dayzero.runtime.lora import reset_lora
 from dayzero.runtime.metrics import MetricsLog, StepMetrics
 from dayzero.runtime.nn import CausalLM, MixtureOfExperts
+from dayzero.runtime.nn.index_loss import index_losses
 from dayzero.runtime.optimizer import Optimizer, clip_gradients, gradient_norm, make_optimizer
 from dayzero.runtime.package import Package, load_package
 from dayzero.runtime.packing import Batch, Packer
@@ -121,7 +122,8 @@ def train_step(
     device: torch.device,
 ) -> StepMetrics:
     """One optimizer step over this rank's `batches`. The loss is the mean over all trained tokens of all ranks, so a
-    token weighs the same in whichever batch it is. A step whose loss or gradient is not finite changes nothing."""
+    token weighs the same in whichever batch it is; that of indexers is a mean over all tokens. A step whose loss or
+    gradient is not finite changes nothing."""
     config, started = job.config, time.perf_counter()
     batches = [_on_device(batch, device) for batch in batches]
     totals = torch.tensor([sum((b.labels != -100).sum() for b in batches), sum(b.ids.numel() for b in batches)])
@@ -130,17 +132,20 @@ def train_step(
     model.train()
     optimizer.zero_grad()
     loss = torch.zeros((), dtype=torch.float64 if device.type == "cpu" else torch.float32, device=device)
-    counts = None
+    indexer_loss, counts = torch.zeros_like(loss), None
     for batch in batches:
         part = model(batch.ids, batch.cu_seqlens, batch.labels, config.memory.loss_chunk) / max(1, valid)
-        part.backward()
+        indexers = sum(index_losses(model), part.new_zeros(())) / tokens
+        (part + indexers).backward()
         loss += part.detach()
+        indexer_loss += indexers.detach()
         counts = _add(counts, _expert_counts(model))
     own_loss = float(loss)
-    loss, norm = float(_summed(loss)), gradient_norm(model.parameters())
+    loss, indexer_loss = _summed(torch.stack((loss, indexer_loss))).tolist()
+    norm = gradient_norm(model.parameters())
     settings = config.optimizer
     lr = learning_rate(step, steps=config.train.steps, peak=settings.lr, warmup=settings.warmup, floor=settings.floor)
-    skipped = not (math.isfinite(loss) and math.isfinite(norm))
+    skipped = not (math.isfinite(loss) and math.isfinite(indexer_loss) and math.isfinite(norm))
     if skipped:
         keep_batches(job.run / "skipped", step + 1, dist.get_rank(), own_loss, loss, batches, model)
     else:
@@ -150,8 +155,9 @@ def train_step(
 
     peak = torch.tensor(peak_bytes(device), device=device)
     dist.all_reduce(peak, dist.ReduceOp.MAX)
+    shown = None if config.train.indexer_loss == "none" else indexer_loss
     speed = tokens / (time.perf_counter() - started)
-    return StepMetrics(step + 1, loss, float(norm), lr, tokens, speed, int(peak), _expert_load(counts), skipped)
+    return StepMetrics(step + 1, loss, float(norm), lr, tokens, speed, int(peak), _expert_load(counts), skipped, shown)
 
 
 @torch.no_grad()

@@ -5,6 +5,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .activation import Activation, activation
+from .cut import Cut, rows_before
 
 
 def causal_convolution(x: Tensor, weight: Tensor, bias: Tensor | None, lengths: tuple[int, ...]) -> Tensor:
@@ -13,11 +14,16 @@ def causal_convolution(x: Tensor, weight: Tensor, bias: Tensor | None, lengths: 
     x: [T, C], weight: [C, W], bias: [C] -> [T, C]. Documents stand in one row with W-1 zeros before each, so that one
     convolution serves all of them and none sees another.
     """
+    if isinstance(lengths, Cut):
+        earlier = rows_before(x, lengths, weight.shape[1] - 1)
+        pieces = (len(earlier) + lengths[0], *lengths[1:])
+        return causal_convolution(torch.cat([earlier, x]), weight, bias, pieces)[len(earlier) :]
     tokens, gap = x.shape[0], weight.shape[1] - 1
     if not tokens:
         return x
     lengths_D = torch.tensor(lengths, device=x.device)
-    zeros_before = gap * (1 + torch.arange(len(lengths), device=x.device)).repeat_interleave(lengths_D)
+    before_D = gap * (1 + torch.arange(len(lengths), device=x.device))
+    zeros_before = before_D.repeat_interleave(lengths_D, output_size=tokens)  # told, so that nobody waits to count
     place = torch.arange(tokens, device=x.device) + zeros_before
     row = x.new_zeros(tokens + gap * len(lengths), x.shape[1]).index_copy(0, place, x)
     y = F.conv1d(row.t()[None], weight[:, None], bias, groups=x.shape[1])[0].t()

@@ -64,11 +64,19 @@ def divergence(scores: Tensor, weights: Tensor, candidate: Tensor) -> Tensor:
     return terms.masked_fill(~some, 0).sum()
 
 
-def train_indexers(model: nn.Module, over: Judged | None) -> None:
-    """Makes every layer with an indexer compute its loss in the forward pass; None stops it."""
-    for block in _indexed(model):
+def train_indexers(model: nn.Module, over: Judged | None) -> int:
+    """Makes every layer with an indexer compute its loss in the forward pass; None stops it. How many there are."""
+    blocks = list(_indexed(model))
+    for block in blocks:
         block.index_loss_over = over  # type: ignore[assignment]
         block.index_loss = None  # type: ignore[assignment]
+    return len(blocks)
+
+
+def freeze_indexers(model: nn.Module) -> None:
+    """Without that loss nothing trains an indexer: what it chooses has no gradient."""
+    for block in _indexed(model):
+        block.indexer.requires_grad_(False)  # type: ignore[union-attr]
 
 
 def index_losses(model: nn.Module) -> list[Tensor]:
