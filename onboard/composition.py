@@ -182,7 +182,13 @@ class _Prover:
                 self.unproven[path] = Unproven(path, why, tried)
         return self.known[key]
 
-    def lifted(self, path: str, signature: tuple, replace: Mapping[str, Candidate] | None = None) -> Attempt | None:
+    def lifted(
+        self,
+        path: str,
+        signature: tuple,
+        replace: Mapping[str, Candidate] | None = None,
+        call: Call | None = None,
+    ) -> Attempt | None:
         """The module's own code, copied, where that is proven to do the same; None, with the reason in `unproven`.
 
         replace: paths inside it -> what stands there instead.
@@ -191,6 +197,7 @@ class _Prover:
         if key not in self.known:
             self.tell(f"lifting {path}")
             site = site_of(self.calls, path, self.config)
+            site.call = call or site.call
             made, attempts, why = prove_lifted(site, replace or {}, self.generator)
             self.attempts.setdefault(path, []).extend(attempts)
             self.known[key] = made
@@ -333,8 +340,8 @@ def _prove_units(
         key = (unit.role, part_signature(signature, unit.path), _handed(call or prover.calls[path]))
         roles = _PROPOSE_AS[unit.role] if len(unit.inputs) == 1 else ("mixer of several", "join")
         attempt = prover.best(roles, path, key, call=call)
-        if attempt is None and lift and call is None:
-            attempt = prover.lifted(path, key)
+        if attempt is None and lift and unit.role != "routing":
+            attempt = prover.lifted(path, key, call=call)
         if attempt is None:
             open_units.append(unit.path)
             continue
@@ -509,6 +516,7 @@ def specification_of(
         logit_rows=int(proven.logit_rows.resolve(model, config)) if proven.logit_rows else None,
         streams=_streams(proven, model, config),
         history=parts.history,
+        head_rows=_head_rows(embed, head),
         merge=merge,
         layer_kinds=kinds,
         layers=runs,
@@ -518,6 +526,12 @@ def specification_of(
         initializer_range=float(getattr(config, "initializer_range", None) or 0.02),
         max_positions=getattr(config, "max_position_embeddings", None),
     )
+
+
+def _head_rows(embed: nn.Module, head: nn.Module) -> int | None:
+    """Rows of a head that has others than the embedding."""
+    rows = head.weight.shape[0]  # type: ignore[union-attr, index]
+    return None if rows == embed.weight.shape[0] else rows  # type: ignore[union-attr, index]
 
 
 def _streams(proven: Proven, model: nn.Module, config: Any) -> int:

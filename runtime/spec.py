@@ -167,6 +167,7 @@ class ModelSpec(Record):
     logit_rows: int | None = None
     streams: int = 1
     merge: BlockSpec | None = None
+    head_rows: int | None = Field(default=None, exclude_if=lambda rows: rows is None)
     history: bool = Field(default=False, exclude_if=lambda history: not history)
     layer_kinds: list[LayerKind]
     layers: list[LayerRun]
@@ -208,6 +209,7 @@ class ModelSpec(Record):
             streams=self.streams,
             merge=built(self.merge),
             history=self.history,
+            head_rows=self.head_rows,
         )
 
     def blocks(self) -> list[BlockSpec]:

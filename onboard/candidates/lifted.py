@@ -180,7 +180,8 @@ def _handed(site: Site, cls: type[nn.Module]) -> tuple[dict[str, Any], dict[str,
             others = {key: _described(f"{cls.__name__}.{key}", held, site) for key, held in value.items()}
         else:
             named[name] = _described(f"{cls.__name__}.{name}", value, site)
-    if "hidden" not in [*named.values(), *others.values()]:
+    given = [*named.values(), *others.values()]
+    if "hidden" not in given and not any(isinstance(what, dict) and "input" in what for what in given):
         raise LiftError(f"{cls.__name__} is not handed the stream as an argument of its own")
     return named, others
 
@@ -205,6 +206,11 @@ def _described(name: str, value: Any, site: Site) -> Any:
 
 
 def _tensor(value: Tensor, site: Site) -> Any:
+    inputs = site.call.inputs
+    if len(inputs) > 1 and len({held.shape for held in inputs}) == 1:
+        for place, held in enumerate(inputs):
+            if value is held:
+                return {"input": place, "of": len(inputs)}
     if value is site.call.hidden:
         return "hidden"
     batch, length = _sizes(site)

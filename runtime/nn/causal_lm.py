@@ -21,7 +21,8 @@ class CausalLM(nn.Module):
     rotaries: the tables that layers choose from, in order. query_scale: factors by position, handed to all layers.
     tied: the head reuses the embedding matrix; otherwise it has its own, [V, H]. embed_scale multiplies the embeddings, embed_norm follows them. The logits are logit_softcap *
     tanh(logit_scale * (W x + b) / logit_softcap); logit_softcap None: just scaled. logit_rows: of a head
-    padded to a round number of rows, those that are tokens. streams: copies of the embeddings
+    padded to a round number of rows, those that are tokens. head_rows: of a head with fewer rows than the embedding.
+    streams: copies of the embeddings
     that layers pass on, [T, streams, H]; merge makes [T, H] of them after the last layer. history: layers hand on a
     tuple of what was kept of the stream and the stream itself (`DecoderLayer`); merge is given all of it.
     """
@@ -44,6 +45,7 @@ class CausalLM(nn.Module):
         streams: int = 1,
         merge: nn.Module | None = None,
         history: bool = False,
+        head_rows: int | None = None,
     ):
         super().__init__()
         self.embed = nn.Embedding(vocabulary, hidden)
@@ -54,8 +56,9 @@ class CausalLM(nn.Module):
         self.embed_scale, self.embed_norm = embed_scale, embed_norm
         self.logit_scale, self.logit_softcap, self.logit_rows = logit_scale, logit_softcap, logit_rows
         self.streams, self.merge, self.history = streams, merge, history
-        self.head = None if tied else nn.Linear(hidden, vocabulary, bias=False)
-        self.head_bias = nn.Parameter(torch.empty(vocabulary)) if head_bias else None
+        rows = vocabulary if head_rows is None else head_rows
+        self.head = None if tied else nn.Linear(hidden, rows, bias=False)
+        self.head_bias = nn.Parameter(torch.empty(rows)) if head_bias else None
         self.split: Split | None = None
 
     def reset_parameters(self, std: float) -> None:

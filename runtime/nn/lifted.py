@@ -75,7 +75,7 @@ def _is_stream(value: Any) -> bool:
 
 
 class Lifted(nn.Module):
-    """x: [T, H] -> [T, H], computed by a class of the reference.
+    """x: [T, H], or several such inputs -> [T, H], computed by a class of the reference.
 
     module: the class; its name where the block is data. settings: the arguments of its constructor as plain data
     (`settings_value`). handed: for each argument of its forward, what it is made of (`_Document.give`). tables: which
@@ -151,7 +151,9 @@ class Lifted(nn.Module):
     def _inside_paths(self) -> list[str]:
         return [f"{name}." for name, made in self.module.named_modules() if isinstance(made, Inside)]
 
-    def forward(self, x: Tensor, context: Context) -> Tensor:
+    def forward(self, x: Tensor, *more: Any) -> Tensor:
+        *inputs, context = x, *more
+        x = torch.cat(inputs, -1) if len(inputs) > 1 else x
         with Promote() if x.dtype == torch.float64 else contextlib.nullcontext():
             self._place_computed(x)
             if self.together:
@@ -237,7 +239,8 @@ class _Document:
     def give(self, what: Any) -> Any:
         """The argument that `what` describes:
 
-        "hidden" the input; "length" of the document; {"value": plain} itself; {"many": [...]} a tuple;
+        "hidden" the input; {"input": place, "of": count} one of several inputs; "length" of the document;
+        {"value": plain} itself; {"many": [...]} a tuple;
         {"named": {...}} a dict; {"position": axes} and {"ids": axes} integers; {"ones": axes, "dtype": name};
         {"table": number, "part": "pair" | "cos" | "sin" | "complex", "style": "half" | "interleaved" | "once",
         "axes": axes}; {"shared": name, "axes": axes, "dtype": name};
@@ -250,6 +253,8 @@ class _Document:
             return self.x if self.flat else self.x.unflatten(0, (self.batch, self.length))
         if what == "length":
             return self.length
+        if "input" in what:
+            return self.give("hidden").chunk(what["of"], -1)[what["input"]]
         if "value" in what:
             return settings_value(what["value"])
         if "many" in what:
