@@ -178,6 +178,13 @@ def _trials(
             vector.copy_(ramp.reshape(vector.shape))
         hidden = torch.randn(site.call.hidden.shape, generator=generator, dtype=torch.float64)
         yield f"input x1, biases {name}", hidden, None
+    # Biases far from zero and close together: rounded to fewer digits, as bfloat16 would, they are all the same.
+    if never_trained(site.module):
+        for vector in never_trained(site.module):
+            ramp = 1024 + torch.linspace(-0.4, 0.4, vector.numel(), dtype=torch.float64)
+            vector.copy_(ramp.reshape(vector.shape))
+        hidden = torch.randn(site.call.hidden.shape, generator=generator, dtype=torch.float64)
+        yield "input x1, biases close together", hidden, None
 
 
 def _beyond_limits(site: Site) -> list[float]:

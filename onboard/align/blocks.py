@@ -6,6 +6,7 @@ values.
 """
 
 import copy
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -13,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from dayzero.onboard.align.divergence import path_of
+from dayzero.onboard.align.divergence import Seen, joins, layer_path, path_of, stands_for, watched
 from dayzero.onboard.align.ladder import THRESHOLDS, Rung, judge
 from dayzero.onboard.align.loading import NotLoaded, loaded_pair
 from dayzero.onboard.calls import Call, record_calls
@@ -24,6 +25,7 @@ from dayzero.onboard.prove import TOLERANCE, Attempt, attempt, relative_error
 from dayzero.onboard.reference import state_of, text_config
 from dayzero.onboard.shrink import SEQUENCE
 from dayzero.runtime.nn import Context
+from dayzero.runtime.nn.router import Routing
 from dayzero.runtime.package import Package
 from dayzero.runtime.spec import BlockSpec
 
@@ -32,12 +34,15 @@ _GAINS = (1.0,)  # of the weights that are redrawn: the search has tried more
 
 @dataclass
 class Place:
-    """A block of the generated model. name: such as "layers.1.ffn"; path: of the reference module it stands for."""
+    """A block of the generated model. name: such as "layers.1.ffn"; path: of the reference module it stands for.
+    joined: all that it gives matters, not the first alone. alone: whether it is a function of one input."""
 
     name: str
     path: str
     spec: BlockSpec
     module: nn.Module
+    joined: bool = False
+    alone: bool = True
 
     @property
     def both(self) -> str:
@@ -53,16 +58,35 @@ def places(package: Package, ours: nn.Module) -> Iterator[Place]:
     for index, kind in enumerate(spec.kinds_in_order()):
         for part in kind.parts:
             module = ours.get_submodule(f"layers.{index}.{part.name}")
-            yield Place(f"layers.{index}.{part.name}", path_of(part.block, index), part.block, module)
+            alone = "," not in part.reads and not isinstance(module, Routing)
+            yield Place(f"layers.{index}.{part.name}", path_of(part.block, index), part.block, module, alone=alone)
     for name, block in outside[1:]:
         if block is not None:
             yield Place(name, path_of(block), block, ours.get_submodule(name))
 
 
+def _alone(found: Iterator[Place], ours: nn.Module, ids: Tensor, calls: Mapping[str, Call]) -> Iterator[Place]:
+    """The places that stand for one module; those that join several as the blocks inside them."""
+    seen: Seen | None = None
+    for place in found:
+        if not joins(place.spec):
+            yield place
+            continue
+        seen = seen or watched(ours, ids)
+        layer = layer_path(place.spec, int(place.name.split(".")[1]))
+        inner = {path: call for path, call in calls.items() if path.startswith(f"{layer}.")}
+        for name, spec in place.spec.arguments.items():
+            child = f"{place.name}.{name}"
+            if isinstance(spec, BlockSpec) and child in seen.read and (call := stands_for(child, seen, inner)):
+                joined = len(seen.gave.get(child, [])) > 1
+                yield Place(child, call.path, spec, place.module.get_submodule(name), joined)
+
+
 def blocks_rung(generated: Package, config: Mapping[str, Any]) -> Rung:
     """generated: the shrunk package, as its files were written and imported. config: the shrunk config.
 
-    Blocks that stand for more than one module (between several streams, the scale of a layer) are left to L2."""
+    Of a block that joins several modules each block inside is proven against the module that reads and gives what it
+    does. What joins them, parts with several inputs, routers that are a part and scales of a layer are left to L2."""
     try:
         ours, reference = loaded_pair(generated, config, seed=5)
     except NotLoaded as error:
@@ -79,15 +103,18 @@ def blocks_rung(generated: Package, config: Mapping[str, Any]) -> Rung:
         for index, spec in enumerate(generated.spec.rotaries)
     }
     known: set[str] = set()
-    for place in places(generated, ours):
-        key = f"{place.spec.model_dump_json(exclude={'proof'})} for {path_of(place.spec, -1)}"
-        if place.path not in calls or key in known:
+    for place in _alone(places(generated, ours), ours, ids, calls):
+        key = re.sub(r"\d+", "*", place.both) + place.spec.model_dump_json(exclude={"proof"})
+        if place.path not in calls or key in known or not place.alone:
             continue
         known.add(key)
         site = site_of(calls, place.path, text_config(reference))
+        site.call = replace(site.call, joined=place.joined)
         tried = _tried(place, _Site(site.call, site.inner, site.config, tables), generator)
         errors[f"{place.both}: {tried.objection or tried.where}"] = tried.error if tried.proven else _failed(tried)
-    return judge(errors, THRESHOLDS["L1"])
+    rung = judge(errors, THRESHOLDS["L1"])
+    failed = [name for name, error in errors.items() if not error <= THRESHOLDS["L1"]]
+    return rung.model_copy(update={"where": "; ".join(failed)}) if failed else rung
 
 
 def _failed(tried: Attempt) -> float:
