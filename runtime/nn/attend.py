@@ -14,6 +14,10 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
+from dayzero.runtime.rows import gather
+
+from .cut import Cut, cut
+
 # (first row, age [Q, K]) -> [N, Q, K]: added to the scores of the Q tokens from that row on, of keys that much older.
 Bias = Callable[[int, Tensor], Tensor]
 
@@ -64,6 +68,8 @@ def attend(
     arXiv:2309.17453).
     """
     visible = visible or Visibility()
+    if isinstance(lengths, Cut):
+        return _across_ranks(query, key, value, lengths, scale, visible, softcap, sinks, bias)
     if visible.chunk is not None:
         lengths = tuple(part for length in lengths for part in _runs(length, visible.chunk))
         visible = replace(visible, chunk=None)
@@ -84,6 +90,36 @@ def attend(
             parts.append(_in_full(q[0], k[0], v[0], scale, visible, softcap, sink, bias, start))
         start += length
     return torch.cat(parts) if parts else query.new_zeros(*query.shape[:2], value.shape[-1])
+
+
+def _across_ranks(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    lengths: Cut,
+    scale: float,
+    visible: Visibility,
+    softcap: float | None,
+    sinks: Tensor | None,
+    bias: Bias | None,
+) -> Tensor:
+    """This rank's queries to the keys of all ranks, which are gathered unless they are there already."""
+    key, value = (part if part.shape[0] == sum(lengths.whole) else gather(part, lengths.span) for part in (key, value))
+    if visible.chunk is not None:
+        lengths = cut([part for length in lengths.whole for part in _runs(length, visible.chunk)], lengths.span)
+        visible = replace(visible, chunk=None)
+    plain = softcap is None and sinks is None and bias is None
+    parts, start = [], 0
+    for piece in lengths.pieces:
+        rows, document = slice(start, start + piece.length), slice(piece.start, piece.start + piece.whole)
+        q, k, v = (part.transpose(0, 1) for part in (query[rows], key[document], value[document]))
+        if plain:
+            parts.append(_fused(q[None], k[None], v[None], scale, visible, piece.first)[0].transpose(0, 1))
+        else:
+            sink = sinks[rows] if sinks is not None and sinks.ndim == 2 else sinks
+            parts.append(_in_full(q, k, v, scale, visible, softcap, sink, bias, start, piece.first))
+        start += piece.length
+    return torch.cat(parts)
 
 
 def _runs(length: int, chunk: int) -> list[int]:
@@ -112,23 +148,23 @@ def _keys_for(first: int, queries: int, length: int, visible: Visibility) -> ran
     return range(start, stop)
 
 
-def _fused(query: Tensor, key: Tensor, value: Tensor, scale: float, visible: Visibility) -> Tensor:
-    """query: [B, N, S, D]; key: [B, G, S, D]; value: [B, G, S, Dv] -> [B, N, S, Dv]."""
-    length, width = query.shape[2], value.shape[-1]
+def _fused(query: Tensor, key: Tensor, value: Tensor, scale: float, visible: Visibility, at: int = 0) -> Tensor:
+    """query: [B, N, Q, D], the tokens from place `at` on; key: [B, G, S, D]; value: [B, G, S, Dv] -> [B, N, Q, Dv]."""
+    length, width = key.shape[2], value.shape[-1]
     # Fused kernels want one size for all three; channels of zeros change neither scores nor sums.
     size = max(query.shape[-1], width)
     query, key, value = (F.pad(part, (0, size - part.shape[-1])) for part in (query, key, value))
     grouped = query.shape[1] != key.shape[1]
-    if visible.window is None or visible.window >= length:
+    if (visible.window is None or visible.window >= length) and query.shape[2] == length:
         out = F.scaled_dot_product_attention(
             query, key, value, is_causal=visible.causal, scale=scale, enable_gqa=grouped
         )
         return out[..., :width]
     parts = []
-    for first in range(0, length, QUERIES):
+    for first in range(0, query.shape[2], QUERIES):
         part = query[:, :, first : first + QUERIES]
-        keys = _keys_for(first, part.shape[2], length, visible)
-        mask = _mask(_ages(first, part.shape[2], keys, query.device), visible)
+        keys = _keys_for(at + first, part.shape[2], length, visible)
+        mask = _mask(_ages(at + first, part.shape[2], keys, query.device), visible)
         k, v = key[:, :, keys.start : keys.stop], value[:, :, keys.start : keys.stop]
         parts.append(F.scaled_dot_product_attention(part, k, v, attn_mask=mask, scale=scale, enable_gqa=grouped))
     return (torch.cat(parts, 2) if len(parts) > 1 else parts[0])[..., :width]
@@ -144,9 +180,10 @@ def _in_full(
     sinks: Tensor | None,
     bias: Bias | None,
     start: int,
+    at: int = 0,
 ) -> Tensor:
-    """One document with its scores written out. query: [N, S, D]; key: [G, S, D]; value: [G, S, Dv]; start: its first
-    row -> [S, N, Dv]."""
+    """One document with its scores written out. query: [N, Q, D], the tokens from place `at` on; key: [G, S, D]; value:
+    [G, S, Dv]; start: the first query's row -> [Q, N, Dv]."""
     heads, length, _ = query.shape
     groups = key.shape[0]
 
@@ -156,7 +193,7 @@ def _in_full(
         scores = (grouped @ key.transpose(1, 2) * scale).view(heads, count, -1)
         if softcap is not None:
             scores = torch.tanh(scores / softcap) * softcap
-        age = _ages(first, count, keys, query.device)
+        age = _ages(at + first, count, keys, query.device)
         if bias is not None:
             scores = scores + bias(start + first, age)
         mask = _mask(age, visible)
@@ -178,7 +215,7 @@ def _in_full(
     for first in range(0, length, QUERIES):
         rows = slice(first, first + QUERIES)
         part = query[:, rows]
-        keys = _keys_for(first, part.shape[1], length, visible)
+        keys = _keys_for(at + first, part.shape[1], key.shape[1], visible)
         sink = sinks[rows] if sinks is not None and sinks.ndim == 2 else sinks
         arguments = (part, key[:, keys.start : keys.stop], value[:, keys.start : keys.stop], sink, first, keys)
         # The scores of a long document are made again for the backward pass rather than kept for every block of it.

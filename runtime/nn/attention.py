@@ -45,6 +45,7 @@ class GroupedQueryAttention(nn.Module):
     """
 
     uses_context = True
+    context_parallel = True
     lora_targets = ("query", "key", "value", "gate", "output")
     parallel_counts: ClassVar = ("heads", "kv_heads")
 

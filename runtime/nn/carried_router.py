@@ -20,6 +20,7 @@ class CarriedRouter(Routing):
     """
 
     uses_context = True
+    context_parallel = True
     parallel_rows = True  # looks at each token by itself
 
     def __init__(

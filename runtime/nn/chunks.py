@@ -14,18 +14,25 @@ class Chunks:
     The n-th chunk of a step continues the n-th of the step before, so a state carried along is cut to `state[:count]`.
 
     index: [M, size] int64, the token at each place, T where there is none. place: [T] int64, each token's place among
-    the M * size. steps: the number of chunks of each step, never rising.
+    the M * size. steps: the number of chunks of each step, never rising. first, last: the places of the first and the
+    last document in the order of a step.
     """
 
     size: int
     index: Tensor
     place: Tensor
     steps: tuple[int, ...]
+    first: int
+    last: int
 
     def cut(self, x: Tensor) -> Tensor:
         """[T, ...] -> [M, size, ...], zeros where a chunk is longer than its document."""
         filled = torch.cat([x, x.new_zeros(1, *x.shape[1:])])
         return filled.index_select(0, self.index.flatten()).unflatten(0, self.index.shape)
+
+    def started(self, zeros: Tensor, state: Tensor) -> Tensor:
+        """zeros: the states of all documents before their first chunks; with `state` for the first document."""
+        return torch.cat([zeros[: self.first], state[None], zeros[self.first + 1 :]])
 
     def join(self, x: Tensor) -> Tensor:
         """[M, size, ...] -> [T, ...], the inverse of `cut`."""
@@ -51,4 +58,5 @@ def chunks_of(lengths: tuple[int, ...], size: int, device: torch.device) -> Chun
     index = torch.cat(rows) if rows else torch.zeros(0, size, dtype=torch.int64)
     place = torch.empty(total + 1, dtype=torch.int64)
     place[index.flatten()] = torch.arange(index.numel())
-    return Chunks(size, index.to(device), place[:total].to(device), tuple(steps))
+    ends = [order_D.tolist().index(document) if lengths else 0 for document in (0, len(lengths) - 1)]
+    return Chunks(size, index.to(device), place[:total].to(device), tuple(steps), *ends)

@@ -17,6 +17,7 @@ class ConvolutionResidual(nn.Module):
     """
 
     uses_context = True
+    context_parallel = True
     parallel_roles: ClassVar[dict[str, str]] = {"weight": "replicate", "bias": "replicate"}
 
     def __init__(self, hidden: int, conv_width: int, divisor: float = 1.0, bias: bool = False):

@@ -1,11 +1,14 @@
 """The gated delta rule, chunk by chunk (Yang, Kautz and Hatamizadeh 2024, arXiv:2412.06464; with a decay for every
 channel: Kimi Linear, arXiv:2510.26692). The chunked form follows Yang et al. 2024, arXiv:2406.06484."""
 
+from collections.abc import Sequence
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from .chunks import chunks_of
+from .cut import Cut, carried
 
 
 def gated_delta_rule(
@@ -37,6 +40,10 @@ def gated_delta_rule(
     total = g.sum(-2).exp()[..., None]  # [M, N, K or 1, 1]
 
     state = k.new_zeros(chunks.steps[0], k.shape[1], k.shape[-1], v.shape[-1])
+    if isinstance(lengths, Cut):
+        own = [[x[chunks.last] for x in part.split(chunks.steps) if len(x) > chunks.last] for part in (
+            fresh, old, k * until_end, total)]  # fmt: skip
+        state = chunks.started(state, _state_from_other_ranks(own, lengths))
     results = []
     pieces = (x.split(chunks.steps) for x in (q * since_start, attended, fresh, old, k * until_end, total))
     for q_n, attended_n, fresh_n, old_n, k_n, total_n in zip(*pieces, strict=True):
@@ -45,6 +52,23 @@ def gated_delta_rule(
         results.append(q_n @ state + attended_n @ change)
         state = total_n * state + k_n.transpose(-1, -2) @ change
     return chunks.join(torch.cat(results).transpose(1, 2)).to(value.dtype)
+
+
+def _state_from_other_ranks(own: Sequence[Sequence[Tensor]], lengths: Cut) -> Tensor:
+    """own: (fresh, old, k, total) of every chunk of this rank's last document, [N, ...] each -> [N, K, V].
+
+    What a chunk does to a state is affine, S -> A S + B; A is what it does to the identity where it writes nothing.
+    """
+    fresh, old = own[0][0], own[1][0]
+    heads, keys, values = old.shape[0], old.shape[-1], fresh.shape[-1]
+    written = old.new_zeros(heads, keys, values)
+    kept = torch.eye(keys, dtype=old.dtype, device=old.device).expand(heads, -1, -1)
+    for fresh_n, old_n, k_n, total_n in zip(*own, strict=True):
+        both = torch.cat([written, kept], -1)
+        change = F.pad(fresh_n, (0, keys)) - old_n @ both
+        written, kept = (total_n * both + k_n.transpose(-1, -2) @ change).split([values, keys], -1)
+    start = torch.zeros_like(written)
+    return carried((kept, written), (start,), lambda does, state: (does[0] @ state[0] + does[1],), lengths)[0]
 
 
 def decayed_scores(rows: Tensor, keys: Tensor, decay: Tensor) -> Tensor:

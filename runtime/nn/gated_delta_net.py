@@ -31,6 +31,7 @@ class GatedDeltaNet(nn.Module):
     """
 
     uses_context = True
+    context_parallel = True
     lora_targets = ("query", "key", "value", "gate", "output")
     parallel_counts: ClassVar = ("heads", "key_heads")
     parallel_roles: ClassVar = {

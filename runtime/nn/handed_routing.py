@@ -16,6 +16,7 @@ class LeaveRouting(nn.Module):
     """
 
     uses_context = True
+    context_parallel = True
     parallel_rows = True  # looks at each token by itself
 
     def __init__(self, router: Routing):
@@ -32,6 +33,7 @@ class HandedRouting(Routing):
     """The router of a mixture that was routed by an earlier part of the layer (`LeaveRouting`); without parameters."""
 
     uses_context = True
+    context_parallel = True
     parallel_rows = True  # looks at each token by itself
 
     def __init__(self, experts: int, top_k: int):

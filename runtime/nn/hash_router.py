@@ -15,6 +15,7 @@ class HashRouter(Router):
     """
 
     uses_context = True
+    context_parallel = True
 
     def __init__(
         self,

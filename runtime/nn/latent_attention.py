@@ -5,7 +5,10 @@ from typing import ClassVar, Literal
 import torch
 from torch import Tensor, nn
 
+from dayzero.runtime.rows import gather
+
 from .context import Context
+from .cut import Cut
 from .index_loss import Judged, index_loss
 from .linear import reset_linear
 from .norm import RMSNorm
@@ -125,6 +128,10 @@ class LatentAttention(nn.Module):
         self.index_loss_over: Judged | None = None
         self.index_loss: Tensor | None = None
 
+    @property
+    def context_parallel(self) -> bool:
+        return self.indexer is None and not self.selection_from_earlier
+
     def reset_parameters(self, std: float) -> None:
         for linear in self.children():
             if isinstance(linear, nn.Linear):
@@ -136,6 +143,9 @@ class LatentAttention(nn.Module):
         latent, source = self._query_latent(x)
         query = self._query(source, context)
         compressed, turned = self._latents(x, context)
+        if isinstance(context.lengths, Cut):  # latents travel: they are much narrower than the heads' keys and values
+            both = gather(torch.cat((compressed, turned), -1), context.lengths.span)
+            compressed, turned = both.split([self.kv_rank, self.rope_dim], -1)
         keys, value = self.kv_up(compressed).unflatten(-1, (self.heads, -1)).split([self.nope_dim, self.value_dim], -1)
         key = torch.cat((keys, turned[:, None].expand(-1, self.heads, -1)), -1) if self.rope_dim else keys
         index, unit = self._selection(x, latent, query, key, context)

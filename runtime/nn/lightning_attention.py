@@ -21,6 +21,7 @@ class LightningAttention(nn.Module):
     """
 
     uses_context = True
+    context_parallel = True
     lora_targets = ("query", "key", "value", "gate", "output")
     parallel_counts: ClassVar = ("heads",)
     parallel_roles: ClassVar = {

@@ -27,6 +27,7 @@ class Mamba(nn.Module):
     """
 
     uses_context = True
+    context_parallel = True
     lora_targets = ("gate", "u", "output")
 
     def __init__(

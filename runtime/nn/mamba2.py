@@ -29,6 +29,7 @@ class Mamba2(nn.Module):
     """
 
     uses_context = True
+    context_parallel = True
     lora_targets = ("gate", "u", "output")
     parallel_counts: ClassVar = ("heads", "groups")
     parallel_roles: ClassVar = {

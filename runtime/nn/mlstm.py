@@ -1,5 +1,6 @@
 """The matrix LSTM of xLSTM (Beck et al. 2024, arXiv:2405.04517), chunk by chunk (the same 2025, arXiv:2503.14376)."""
 
+from collections.abc import Sequence
 from typing import ClassVar
 
 import torch
@@ -8,6 +9,7 @@ from torch import Tensor, nn
 
 from .chunks import chunks_of
 from .context import Context
+from .cut import Cut, carried
 from .delta_rule import sum_after
 from .linear import reset_linear
 
@@ -20,6 +22,7 @@ class MLSTM(nn.Module):
     """
 
     uses_context = True
+    context_parallel = True
     lora_targets = ("query", "key", "value", "gate", "output")
     parallel_counts: ClassVar = ("heads",)
     parallel_roles: ClassVar = {
@@ -118,6 +121,11 @@ def mlstm(
     heads = k.shape[1]
     matrix = k.new_zeros(chunks.steps[0], heads, k.shape[-1], v.shape[-1])
     total, log_size = k.new_zeros(chunks.steps[0], heads, k.shape[-1]), k.new_zeros(chunks.steps[0], heads)
+    if isinstance(lengths, Cut):
+        rows = slice(len(key) - lengths[-1], None)
+        earlier = _state_from_other_ranks(key[rows], value[rows], write[rows], F.logsigmoid(keep[rows]), lengths)
+        held = (matrix, total, log_size)
+        matrix, total, log_size = (chunks.started(part, one) for part, one in zip(held, earlier, strict=True))
     results = []
     pieces = (x.split(chunks.steps) for x in (q, k, v, weights, since_start, at_end, scores))
     for q_n, k_n, v_n, weights_n, since_n, at_end_n, scores_n in zip(*pieces, strict=True):
@@ -138,3 +146,23 @@ def mlstm(
         matrix = kept[..., None] * matrix + written.transpose(-1, -2) @ v_n
         total = kept * total + written.sum(-2)
     return chunks.join(torch.cat(results).transpose(1, 2))
+
+
+def _state_from_other_ranks(key: Tensor, value: Tensor, write: Tensor, log_keep: Tensor, lengths: Cut) -> list[Tensor]:
+    """Of this rank's last document: key [T, N, K], value [T, N, V], write, log_keep [T, N] -> (matrix [N, K, V], total
+    [N, K], log_size [N]) before the rank's first token."""
+    kept = log_keep.sum(0)
+    weights = write + sum_after(log_keep)
+    size = weights.amax(0)
+    written = key * (weights - size).exp()[..., None]
+    matrix = written.permute(1, 2, 0) @ value.transpose(0, 1)
+    start = torch.zeros_like(matrix), torch.zeros_like(key[0]), torch.zeros_like(size)
+
+    def follow(does: Sequence[Tensor], state: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        log_kept, log_added, above, below = does
+        old = state[2] + log_kept
+        most = torch.maximum(old, log_added)
+        old, new = (old - most).exp()[:, None], (log_added - most).exp()[:, None]
+        return old[..., None] * state[0] + new[..., None] * above, old * state[1] + new * below, most
+
+    return carried((kept, size, matrix, written.sum(0)), start, follow, lengths)

@@ -20,6 +20,7 @@ class RelativeAttention(nn.Module):
     """
 
     uses_context = True
+    context_parallel = True
     lora_targets = ("relative",)
     parallel_roles: ClassVar[dict[str, str]] = {"relative": "column", "profiles": "replicate"}
 

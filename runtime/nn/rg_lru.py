@@ -24,6 +24,7 @@ class RecurrentBlock(nn.Module):
     """
 
     uses_context = True
+    context_parallel = True
     lora_targets = ("gate", "u", "output")
     parallel_counts: ClassVar = ("heads",)
     parallel_roles: ClassVar = {

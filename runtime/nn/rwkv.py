@@ -1,5 +1,6 @@
 """The two halves of an RWKV-4 layer (Peng et al. 2023, arXiv:2305.13048)."""
 
+from collections.abc import Sequence
 from typing import ClassVar
 
 import torch
@@ -7,15 +8,19 @@ from torch import Tensor, nn
 
 from .chunks import chunks_of
 from .context import Context
+from .cut import Cut, carried, rows_before
 from .linear import reset_linear
 
 NOTHING = -1e38  # the logarithm of the weight of a state that holds nothing; finite, so that differences are numbers
 
 
-def token_before(x: Tensor, position: Tensor) -> Tensor:
-    """Row t-1 of x at row t, zeros at the first token of a document.  x: [T, H], position: [T] -> [T, H]."""
-    shifted = torch.cat([torch.zeros_like(x[:1]), x[:-1]])
-    return torch.where((position == 0)[:, None], 0.0, shifted)
+def token_before(x: Tensor, context: Context) -> Tensor:
+    """Row t-1 of x at row t, zeros at the first token of a document.  x: [T, H] -> [T, H]."""
+    first = torch.zeros_like(x[:1])
+    if isinstance(context.lengths, Cut):
+        first = torch.cat([first, rows_before(x, context.lengths, 1)])[-1:]
+    shifted = torch.cat([first, x[:-1]])
+    return torch.where((context.position == 0)[:, None], 0.0, shifted)
 
 
 class TimeMix(nn.Module):
@@ -25,6 +30,7 @@ class TimeMix(nn.Module):
     """
 
     uses_context = True
+    context_parallel = True
     lora_targets = ("key", "value", "receptance", "output")
     parallel_roles: ClassVar = {
         "key": "column",
@@ -55,7 +61,7 @@ class TimeMix(nn.Module):
             self.bonus.fill_(-1.2)
 
     def forward(self, x: Tensor, context: Context) -> Tensor:
-        before = token_before(x, context.position)
+        before = token_before(x, context)
         mixes = (self.key_mix, self.value_mix, self.receptance_mix)
         xk, xv, xr = (x * mix + before * (1 - mix) for mix in mixes)
         mixed = wkv(self.key(xk), self.value(xv), self.decay, self.bonus, context.lengths)
@@ -66,6 +72,7 @@ class ChannelMix(nn.Module):
     """x: [T, H] -> [T, H].  sigmoid(R xr) * V relu(K xk)^2, where x_i = mix_i * x_t + (1 - mix_i) * x_{t-1}."""
 
     uses_context = True
+    context_parallel = True
     lora_targets = ("key", "value", "receptance")
     parallel_roles: ClassVar = {
         "key": "column",
@@ -90,7 +97,7 @@ class ChannelMix(nn.Module):
                 mix.copy_(torch.linspace(0.0, 1.0, len(mix)))
 
     def forward(self, x: Tensor, context: Context) -> Tensor:
-        before = token_before(x, context.position)
+        before = token_before(x, context)
         xk, xr = (x * mix + before * (1 - mix) for mix in (self.key_mix, self.receptance_mix))
         return torch.sigmoid(self.receptance(xr)) * self.value(torch.square(torch.relu(self.key(xk))))
 
@@ -115,6 +122,11 @@ def wkv(key: Tensor, value: Tensor, decay: Tensor, bonus: Tensor, lengths: tuple
 
     log_state = k.new_full((chunks.steps[0], k.shape[-1]), NOTHING)
     top, bottom = torch.zeros_like(log_state), torch.zeros_like(log_state)
+    if isinstance(lengths, Cut):
+        rows = slice(len(key) - lengths[-1], None)
+        earlier = _state_from_other_ranks(key[rows].to(wide), value[rows].to(wide), rate, lengths)
+        held = (log_state, top, bottom)
+        log_state, top, bottom = (chunks.started(part, one) for part, one in zip(held, earlier, strict=True))
     results = []
     for k_n, v_n in zip(k.split(chunks.steps), v.split(chunks.steps), strict=True):
         n = len(k_n)
@@ -132,3 +144,23 @@ def wkv(key: Tensor, value: Tensor, decay: Tensor, bonus: Tensor, lengths: tuple
         kept, added = (kept - log_state).exp(), (added - log_state[:, None]).exp()
         top, bottom = kept * top + (added * v_n).sum(1), kept * bottom + added.sum(1)
     return chunks.join(torch.cat(results)).to(value.dtype)
+
+
+def _state_from_other_ranks(key: Tensor, value: Tensor, rate: Tensor, lengths: Cut) -> list[Tensor]:
+    """key, value: [T, channels], of this rank's last document -> (logarithm of the size, top, bottom) before the rank's
+    first token."""
+    left = torch.arange(len(key) - 1, -1, -1, device=key.device).to(key.dtype)[:, None]
+    weights = key - left * rate
+    size = weights.amax(0).detach()
+    weights = (weights - size).exp()
+    start = torch.full_like(size, NOTHING), torch.zeros_like(size), torch.zeros_like(size)
+    own = (len(key) * rate, size, (weights * value).sum(0), weights.sum(0))
+
+    def follow(does: Sequence[Tensor], state: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        decay, added, above, below = does
+        kept = state[0] - decay
+        most = torch.maximum(kept, added).detach()
+        old, new = (kept - most).exp(), (added - most).exp()
+        return most, old * state[1] + new * above, old * state[2] + new * below
+
+    return carried(own, start, follow, lengths)

@@ -10,7 +10,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from .attend import Visibility, attend
 from .context import Context
+from .cut import Cut
 from .documents import pack, unpack
 
 SELECTED = "selected"  # context.shared: the index of the last layer that made one
@@ -51,6 +53,10 @@ def attend_selected(
     a key that every token attends to and that has no value. A token that nothing is chosen for attends to itself.
     Returns [T, N, E].
     """
+    if isinstance(lengths, Cut):
+        if index is not None:
+            raise ValueError("a selection of keys on other ranks is not supported")
+        return attend(query, key, value, lengths, scale, Visibility(window=window), sinks=sinks)
     if not query.shape[0]:
         return query.new_zeros(*query.shape[:2], value.shape[-1])
     chosen = unpack(index, lengths) if index is not None else None

@@ -13,6 +13,7 @@ class GatedShortConvolution(nn.Module):
     """output(C x * convolution(B x * u x)).  x: [T, H] -> [T, H]; the convolution sees its own document only."""
 
     uses_context = True
+    context_parallel = True
     lora_targets = ("B", "C", "u", "output")
     parallel_roles: ClassVar = {"B": "column", "C": "column", "u": "column", "conv": "column", "output": "row"}
 
