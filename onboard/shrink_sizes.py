@@ -5,8 +5,9 @@ real config (equal, a sum, a product, a multiple) are related again, one relatio
 reference further is kept. Relations that nothing asks for are dropped: they were accidents of round numbers.
 """
 
+import itertools
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any
 
 from dayzero.onboard.config_fields import IRRELEVANT, SIZES
@@ -189,6 +190,26 @@ def _apart(
                 break
         if not left or tried >= MOST_POLISHED:
             break
+    return _told_apart(values, real, go, counts)
+
+
+def _told_apart(
+    values: Mapping[Size, int],
+    real: Mapping[Size, int],
+    go: Callable[[Mapping[Size, int]], Trial],
+    fixed: Collection[str],
+) -> Mapping[Size, int]:
+    """The values, where one number stood for two sizes of the real model with one of these moved: what a number in a
+    rule of the small model stands for must be known."""
+    for size in sorted(values, key=lambda size: len(size[0])):
+        twins = [other for other in values if values[other] == values[size] and real[other] != real[size]]
+        if values[size] <= _KEPT or not twins or size[0][-1] in fixed or _UNTOUCHED.search(size[0][-1]):
+            continue
+        for other in itertools.islice(_nearby(values[size], real[size], set(values.values())), 4):
+            changed = {**values, size: other}
+            if go(changed).stage == "runs":
+                values = changed
+                break
     return values
 
 
