@@ -56,16 +56,22 @@ def cache_parameter(name: str) -> bool:
 
 
 def clean(
-    text: str, known: Known, called: Collection[str], replaced: Collection[str] = (), name: str | None = None
+    text: str,
+    known: Known,
+    called: Collection[str],
+    replaced: Collection[str] = (),
+    name: str | None = None,
+    trained: Collection[str] = (),
 ) -> str:
     """The statement's text, cleaned.
 
     called: attributes that the rest of the file reads: methods of these names are kept. replaced: attributes of a class
-    that are set to None where they are made. name: the new name of the class, if it gets one.
+    that are set to None where they are made. name: the new name of the class, if it gets one. trained: methods whose
+    `no_grad` decorator goes: gradients pass through them.
     """
     module = cst.parse_module(text)
     original = next((line.name.value for line in module.body if isinstance(line, cst.ClassDef)), "")
-    module = module.visit(_Surface(known))
+    module = module.visit(_Surface(known, trained))
     module = _fold_functions(module, known)
     if replaced:
         module = module.visit(_Replace(frozenset(replaced)))
@@ -86,19 +92,26 @@ def _dotted(node: cst.BaseExpression) -> str:
 class _Surface(cst.CSTTransformer):
     """Decorators, annotations and log messages."""
 
-    def __init__(self, known: Known):
+    def __init__(self, known: Known, trained: Collection[str] = ()):
         super().__init__()
-        self.known = known
+        self.known, self.trained = known, trained
+        self.functions: list[str] = []
+
+    def visit_FunctionDef(self, node):
+        self.functions.append(node.name.value)
 
     def leave_Decorator(self, original_node, updated_node):
         node = updated_node.decorator
         root = _dotted(node.func if isinstance(node, cst.Call) else node)
+        if root.split(".")[-1] == "no_grad" and self.functions and self.functions[-1] in self.trained:
+            return cst.RemoveFromParent()
         return cst.RemoveFromParent() if self.known.droppable(root.split(".")[0]) else updated_node
 
     def leave_Param(self, original_node, updated_node):
         return updated_node.with_changes(annotation=self._annotation(updated_node.annotation))
 
     def leave_FunctionDef(self, original_node, updated_node):
+        self.functions.pop()
         return updated_node.with_changes(returns=self._annotation(updated_node.returns))
 
     def leave_AnnAssign(self, original_node, updated_node):

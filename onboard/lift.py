@@ -25,6 +25,7 @@ from torch import nn
 
 from dayzero.onboard.cleaning import Known, clean
 from dayzero.onboard.remote_code import CHECKPOINT_PACKAGE
+from dayzero.onboard.training_modes import with_gradients
 from dayzero.runtime.nn import upstream
 from dayzero.runtime.nn.lifted import IMPORTS, UPSTREAM
 
@@ -313,7 +314,9 @@ class _Closure:
             raise LiftError(f"{name} is not defined at the top of {source.label}")
         text, lines = source.segment(statement)
         shown = lifted_name(name, replaced)
-        cleaned = clean(text, _Names(source), source.attributes, replaced, shown)
+        held = vars(source.module).get(name)
+        trained = with_gradients(held) if isinstance(held, type) else []
+        cleaned = clean(text, _Names(source), source.attributes, replaced, shown, trained)
         self.definitions[source][name] = Definition(shown, source.label, lines, cleaned)
         for used in sorted(_free_names(cleaned, source.label)):
             if used != shown:

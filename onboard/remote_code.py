@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from dayzero.runtime.errors import InputError
+from dayzero.runtime.shards import check_inside
 from dayzero.runtime.strict_json import shown
 
 # What config.json may call a model that predicts the next token, the surest first.
@@ -55,7 +56,10 @@ def remote_code(folder: Path, config: Mapping[str, Any]) -> RemoteCode | None:
     for value in chosen.values():
         if value:
             _check(folder, value)
-    return RemoteCode(folder, chosen["config"], chosen["model"])
+    code = RemoteCode(folder, chosen["config"], chosen["model"])
+    for name in files_to_run(folder, code):
+        check_inside(folder, name)
+    return code
 
 
 def _check(folder: Path, value: Any) -> None:
@@ -72,9 +76,6 @@ def _check(folder: Path, value: Any) -> None:
     file = _file(folder, value)
     if not file.is_file():
         raise InputError(where, found=f"{value}, but no {file.name}", expected="the file that it names")
-    inside = folder.resolve()
-    if file.is_symlink() and not file.resolve().is_relative_to(inside.parent.parent):
-        raise InputError(str(file), found=f"a link to {file.resolve()}", expected="a file of this checkpoint")
 
 
 def _file(folder: Path, value: str) -> Path:

@@ -112,12 +112,12 @@ def python_folders() -> list[Path]:
 
 
 def checkpoint_folders(checkpoint: Path) -> list[Path]:
-    """The folder, and those that its files are links into."""
-    folders = [checkpoint.resolve()]
-    for file in sorted(checkpoint.iterdir()):
-        if file.is_symlink() and file.exists():
-            folders.append(file.resolve().parent)
-    return [folder for folder in dict.fromkeys(folders) if len(folder.parts) > 2]
+    """The folder, and where the Hub's cache keeps the content of its files. No other link is followed: it could show
+    any file of this machine."""
+    home = checkpoint.resolve()
+    blobs = home.parent.parent / "blobs"
+    linked = any(file.is_symlink() and file.resolve().parent == blobs for file in checkpoint.iterdir())
+    return [home, blobs] if linked else [home]
 
 
 def lines(

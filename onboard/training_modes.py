@@ -40,6 +40,12 @@ def with_gradients(cls: type) -> list[str]:
     return sorted(name for _, name, function in _methods(cls) if getattr(function, "hands_on", lambda: False)())
 
 
+def undecided(model: nn.Module) -> bool:
+    """Whether something in this model runs under `no_grad` and has not yet been called with gradients wanted."""
+    held = [function for cls in _classes(model) for _, _, function in _methods(cls)]
+    return any(hasattr(function, "hands_on") and function.hands_on() is None for function in held)
+
+
 def _classes(model: nn.Module) -> Iterator[type]:
     for cls in dict.fromkeys(type(module) for module in model.modules()):
         if not cls.__module__.startswith("torch."):
@@ -87,7 +93,7 @@ class _HandsOn:
             return made
 
         del call.__wrapped__  # else what unwraps it would find the method again and replace it once more
-        call.hands_on = lambda: decided == [True]  # type: ignore[attr-defined]
+        call.hands_on = lambda: decided[0] if decided else None  # type: ignore[attr-defined]
         return call
 
 

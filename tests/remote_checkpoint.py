@@ -86,8 +86,14 @@ class OwnMixer(nn.Module):
         self.gate = nn.Linear(config.hidden_size, config.hidden_size)
         self.given = nn.Linear(config.hidden_size, config.hidden_size, bias=False)
 
+    @torch.no_grad()
+    def inferred(self, hidden_states):
+        return self.taken(hidden_states)
+
     def forward(self, hidden_states, past_key_values=None, **kwargs):
-        values = self.taken(hidden_states)
+        if self.training:
+            raise NotImplementedError("training is not supported")
+        values = self.inferred(hidden_states)
         if past_key_values is not None:
             values = past_key_values.update(values, self.layer_idx)
         mixed = fading_sum(values, self.config.fading).clamp(-CLAMP, CLAMP)

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from dayzero.onboard.candidates.evidence import Candidate, Evidence, Site, literal
 from dayzero.onboard.constructed import built_like, constructed_with
 from dayzero.onboard.lift import Lift, LiftError, lift, merge
+from dayzero.onboard.training_modes import undecided
 from dayzero.runtime.nn.lifted import Lifted, classes_of
 from dayzero.runtime.weights import Stored
 
@@ -69,6 +70,9 @@ def why_not(site: Site, replace: Mapping[str, Candidate] | None = None) -> str:
 
 def lifted_candidates(site: Site, replace: Mapping[str, Candidate]) -> list[Candidate]:
     """As `propose_lifted`. Raises LiftError."""
+    if undecided(site.module):  # what gradients must pass through is seen in a call that wants them
+        with torch.enable_grad():
+            site.call.replay(site.call.hidden.clone().requires_grad_(True))
     made = lift(type(site.module), frozenset(path for path in replace if "." not in path))
     cls = classes_of(merge([made]))[made.name]
     if constructed_with(site.module) is None:
