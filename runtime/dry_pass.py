@@ -99,6 +99,8 @@ class _Followed(TorchDispatchMode):
         if key in self.alive:
             self.alive.remove(key)
             self.held -= size
+        else:
+            self.known.discard(key)  # overlooked; the next storage may have the same address
 
     def overlook(self, tensor: Tensor) -> Tensor:
         """Takes the tensor out of the count: a parameter's gradient, which has its own line."""
@@ -106,7 +108,7 @@ class _Followed(TorchDispatchMode):
         if key in self.alive:
             self.alive.remove(key)
             self.held -= tensor.untyped_storage().nbytes()
-        self.known.add(key)
+            self.known.add(key)
         return tensor
 
 

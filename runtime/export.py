@@ -84,8 +84,8 @@ class Trained:
 def export(
     run: Path, out: Path, *, merged: bool = True, adapter: bool = False, requantise: bool = False, best: bool = False
 ) -> ExportReport:
-    """Writes the newest sound training checkpoint of `run` to the new folder `out`; with `best`, the one with the lowest
-    held-out loss.
+    """Writes the newest sound training checkpoint of `run` to the new folder `out`; with `best`, the one with the
+    lowest held-out loss.
 
     After full fine-tuning, and after LoRA with `merged`: a checkpoint with the source's names, shapes, dtypes and
     files, whose untrained tensors are the source's bytes. adapter: the PEFT adapter alone. merged=False: the source
@@ -93,7 +93,8 @@ def export(
     stores quantised may be rounded to its format again; without it they are refused.
 
     The folder takes its name only when complete. Raises InputError for a folder that is not empty, a run without a
-    sound checkpoint, or one with a held-out loss, or without adapters, where these are wanted, and a source that is not the one that was trained.
+    sound checkpoint, or one with a held-out loss or adapters where these are wanted, and a source that is not the one
+    that was trained.
     """
     trained, step = _read_run(run, best)
     if (adapter or not merged) and not trained.adapted:

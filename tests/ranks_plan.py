@@ -41,7 +41,7 @@ def held(
     model(ids, torch.tensor([0, 8]), ids.roll(-1)).backward()
     optimizer.step()
     names = ("parameters_dense", "parameters_experts", "parameters_adapters", "buffers", "gradients", "optimizer")
-    lines = dict.fromkeys(names, 0)
+    lines: dict[str, int] = dict.fromkeys(names, 0)
     lines["buffers"] = sum(buffer.nbytes for buffer in model.buffers())
     with tempfile.TemporaryDirectory() as run, Saver(Path(run), Checkpoint(), print) as saver:
         saver.save(1, model, optimizer)

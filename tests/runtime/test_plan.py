@@ -150,7 +150,7 @@ def test_kept_activations_of_a_layer_counted_by_hand(spec, mode):
         model = spec.build()
         if mode == "lora":
             apply_lora(model, 4, 8.0)
-    T, H, N, G, D, E, K, F = 64, 40, 4, 2, 12, 6, 2, 24
+    T, H, N, G, D, K, F = 64, 40, 4, 2, 12, 2, 24
     attention = next(kind.blocks["mixer"] for kind in spec.layer_kinds).arguments
     assert (attention["hidden"], attention["heads"], attention["kv_heads"], attention["head_dim"]) == (H, N, G, D)
     (layer,) = [
