@@ -194,6 +194,9 @@ def state_of(model: nn.Module, optimizer: Optimizer) -> State:
             state[MODEL + name] = parameter.detach()
             for key, value in optimizer.state[parameter].items():
                 state[f"{OPTIMIZER}{name}.{key}"] = value
+    for name, buffer in model.named_buffers():
+        if getattr(buffer, "moves", False):  # a selection bias that balancing moves
+            state[MODEL + name] = buffer
     return state
 
 

@@ -94,6 +94,8 @@ class Parallel(Section):
     dp_replicate: int | Literal["auto"] = Field(
         default="auto", description="copies of the sharded dense layers, or auto"
     )
+    tp: int = Field(default=1, ge=1, description="ranks that each hold a part of every dense layer and share a batch")
+    cp: int = Field(default=1, ge=1, description="ranks that each hold a part of the tokens of a batch")
 
     @model_validator(mode="after")
     def _positive(self) -> Self:
@@ -102,6 +104,40 @@ class Parallel(Section):
             if size != "auto" and size < 1:
                 raise ValueError(f"{name} is {size}, expected 1 or more")
         return self
+
+
+class Experts(Section):
+    """How tokens reach routed experts."""
+
+    dispatcher: Literal["alltoall", "allgather"] = Field(
+        default="alltoall",
+        description="alltoall: tokens go where they are needed; allgather: every token to every rank",
+    )
+    parts: int = Field(default=1, ge=1, description="parts in which tokens travel while others compute")
+    capacity: float | None = Field(
+        default=None, gt=0, description="most copies of an expert, as a multiple of the mean; null for no limit"
+    )
+    pad: bool = Field(default=False, description="with a capacity: fill every expert's batch up to it")
+    merge_below: int = Field(default=0, ge=0, description="rows of every expert that are computed in one padded batch")
+
+    @model_validator(mode="after")
+    def _pads_to_something(self) -> Self:
+        if self.pad and self.capacity is None:
+            raise ValueError("pad needs a capacity")
+        return self
+
+
+class Balance(Section):
+    """What keeps routed experts evenly busy."""
+
+    bias: Literal["off", "sign", "proportional", "quantile"] = Field(
+        default="off", description="how selection biases are moved after a step, where routers have them"
+    )
+    bias_rate: float = Field(default=0.001, gt=0, description="by how much; 1 is all of the way with quantile")
+    auxiliary_loss: float = Field(default=0.0, ge=0, description="times the loss of uneven batches")
+    sequence_loss: float = Field(default=0.0, ge=0, description="times the loss of uneven documents")
+    z_loss: float = Field(default=0.0, ge=0, description="times the loss of large router logits")
+    duplicates: int = Field(default=0, ge=0, description="busiest experts of a layer that get a copy on another rank")
 
 
 class Memory(Section):
@@ -142,6 +178,8 @@ class TrainConfig(Section):
     optimizer: Optimizer = Optimizer()
     lora: Lora = Lora()
     parallel: Parallel = Parallel()
+    experts: Experts = Experts()
+    balance: Balance = Balance()
     memory: Memory = Memory()
     checkpoint: Checkpoint = Checkpoint()
     eval: Evaluation = Evaluation()

@@ -19,8 +19,10 @@ class StepMetrics:
 
     step: steps done, counted from 1. loss: mean over the trained tokens. tokens: read in this step. expert_load: token
     copies of the busiest expert over the mean, of the least even layer; None without routed experts. peak_bytes: the
-    most of any rank. skipped: loss or norm is not finite, and the weights have not changed. indexer_loss: mean over tokens,
-    summed over layers; None where indexers are not trained.
+    most of any rank. skipped: loss or norm is not finite, and the weights have not changed. indexer_loss: mean over
+    tokens, summed over layers; None where indexers are not trained. communication_share: part of the step for which
+    computation waited for tokens on their way to experts and back, mean over the ranks; None where none travel.
+    expert_loads: expert_load of every layer. router_losses: by name, summed over layers, as they were trained.
     """
 
     step: int
@@ -33,6 +35,9 @@ class StepMetrics:
     expert_load: float | None
     skipped: bool = False
     indexer_loss: float | None = None
+    communication_share: float | None = None
+    expert_loads: dict[str, float] | None = None
+    router_losses: dict[str, float] | None = None
 
 
 class MetricsLog:
@@ -69,6 +74,8 @@ class MetricsLog:
             text += "  skipped"
         if metrics.expert_load is not None:
             text += f"  expert load {metrics.expert_load:.2f}"
+        if metrics.communication_share is not None:
+            text += f"  exchange {metrics.communication_share:.0%}"
         if metrics.indexer_loss is not None:
             text += f"  indexers {metrics.indexer_loss:.4f}"
         if self.progress is not None:
@@ -86,13 +93,22 @@ class MetricsLog:
 
     def _write(self, values: dict[str, Any]) -> None:
         """What is not finite becomes null, since JSON has no word for it."""
-        values = {n: None if isinstance(v, float) and not math.isfinite(v) else v for n, v in values.items()}
+        values = _finite(values)
         self.file.write(json.dumps(values) + "\n")
         self.file.flush()
         if self.board is not None:
-            for name, value in values.items():
+            flat = {n: v for n, v in values.items() if not isinstance(v, dict)}
+            for group, parts in values.items():
+                flat |= {f"{group}/{n}": v for n, v in parts.items()} if isinstance(parts, dict) else {}
+            for name, value in flat.items():
                 if name != "step" and value is not None:
                     self.board.add_scalar(name, value, values["step"])
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {name: _finite(part) for name, part in value.items()}
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def read_metrics(run: Path) -> list[dict[str, Any]]:

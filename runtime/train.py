@@ -14,17 +14,19 @@ from torch import Tensor
 
 from dayzero.runtime import checkpointing, stopping
 from dayzero.runtime.async_save import Saver
+from dayzero.runtime.balance import Balance, arrange_experts
 from dayzero.runtime.headers import read_headers
 from dayzero.runtime.job import Job, meta_model, stored_examples
 from dayzero.runtime.load import load_checkpoint, load_random
 from dayzero.runtime.lora import reset_lora
+from dayzero.runtime.mesh import Layout, batch_of_rank, make_meshes
 from dayzero.runtime.metrics import MetricsLog, StepMetrics
-from dayzero.runtime.nn import CausalLM, MixtureOfExperts
+from dayzero.runtime.nn import CausalLM
 from dayzero.runtime.nn.index_loss import index_losses
 from dayzero.runtime.optimizer import Optimizer, clip_gradients, gradient_norm, make_optimizer
 from dayzero.runtime.package import Package, load_package
 from dayzero.runtime.packing import Batch, Packer
-from dayzero.runtime.parallel import make_meshes, parallelise
+from dayzero.runtime.parallel import parallelise
 from dayzero.runtime.precision import compute_dtype, keep_parameters, stored_dtypes
 from dayzero.runtime.processes import peak_bytes
 from dayzero.runtime.recompute import recompute
@@ -38,7 +40,7 @@ def train(job: Job, device: torch.device, stop: stopping.Request | None = None) 
     stop: ends the run after the step that is under way, with a checkpoint. Raises Diverged, on all ranks in the same
     step; InputError for weights or a checkpoint that do not fit; OSError if the last checkpoint cannot be written.
     """
-    config, rank, world = job.config, dist.get_rank(), dist.get_world_size()
+    config, rank, own_batch = job.config, dist.get_rank(), batch_of_rank(job.layout)
     # Off the CPU an operation without a deterministic form warns; it does not end the run.
     torch.use_deterministic_algorithms(config.train.deterministic, warn_only=device.type != "cpu")
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
@@ -51,6 +53,7 @@ def train(job: Job, device: torch.device, stop: stopping.Request | None = None) 
     for line in (*job.notes, _description(package, model, job, device)):
         say(line)
     optimizer = make_optimizer(model, config.optimizer)
+    balance = Balance(model, config.balance, dist.group.WORLD)
     done = checkpointing.restore(job.run, model, optimizer, say) if job.resume else 0
     if job.resume:
         say(f"resuming after step {done}" if done else "no checkpoint yet: starting from step 0")
@@ -61,7 +64,9 @@ def train(job: Job, device: torch.device, stop: stopping.Request | None = None) 
     packer = Packer(data, config.data.tokens_per_rank, job.batches_per_step, config.train.seed)
     held_out = None
     if job.eval_data is not None:
-        held_out = Packer(stored_examples(job.run / "data" / "eval.pt"), config.data.tokens_per_rank, world, 0)
+        held_out = Packer(
+            stored_examples(job.run / "data" / "eval.pt"), config.data.tokens_per_rank, job.layout.batches, 0
+        )
 
     log = MetricsLog(job.run, config.train.steps, done, config.log.tensorboard, console) if rank == 0 else None
     say = log.say if log is not None else say
@@ -70,10 +75,10 @@ def train(job: Job, device: torch.device, stop: stopping.Request | None = None) 
         if held_out is not None and done == 0:
             _evaluate(model, held_out, job, 0, log, device)
         for step in range(done, config.train.steps):
-            # Randomness (dropout) is a function of seed, step and rank: nothing about it needs saving.
-            torch.manual_seed(((config.train.seed * 1_000_003 + step) * 100_003 + rank) % 2**63)
-            batches = [packer.batch(step, rank * accumulation + micro) for micro in range(accumulation)]
-            metrics = train_step(model, optimizer, batches, job, step, device)
+            # Randomness (dropout) is a function of seed, step and batch: nothing about it needs saving.
+            torch.manual_seed(((config.train.seed * 1_000_003 + step) * 100_003 + own_batch) % 2**63)
+            batches = [packer.batch(step, own_batch * accumulation + micro) for micro in range(accumulation)]
+            metrics = train_step(model, optimizer, batches, job, step, device, balance)
             if log is not None:
                 log.step(metrics)
             skipped.count(metrics.step, metrics.loss, metrics.grad_norm, metrics.skipped)
@@ -101,6 +106,7 @@ def build_model(package: Package, job: Job, device: torch.device) -> CausalLM:
         for layer in model.layers:
             recompute(layer)
     parallelise(model, make_meshes(job.layout, device.type), compute_dtype(config.train.precision))
+    arrange_experts(model, config.experts)
     model.to_empty(device=device)
     adapters = [name for name, _ in model.named_parameters() if name.rpartition(".")[2] in ("lora_a", "lora_b")]
     if config.train.init == "random":
@@ -120,26 +126,28 @@ def train_step(
     job: Job,
     step: int,
     device: torch.device,
+    balance: Balance,
 ) -> StepMetrics:
     """One optimizer step over this rank's `batches`. The loss is the mean over all trained tokens of all ranks, so a
     token weighs the same in whichever batch it is; that of indexers is a mean over all tokens. A step whose loss or
     gradient is not finite changes nothing."""
     config, started = job.config, time.perf_counter()
-    batches = [_on_device(batch, device) for batch in batches]
+    batches = [_on_device(batch, device, job.layout.cp) for batch in batches]
     totals = torch.tensor([sum((b.labels != -100).sum() for b in batches), sum(b.ids.numel() for b in batches)])
-    valid, tokens = (int(total) for total in _summed(totals.to(device)))
+    valid, tokens = (int(total) // job.layout.together for total in _summed(totals.to(device)))
 
     model.train()
     optimizer.zero_grad()
+    balance.begin(tokens)
     loss = torch.zeros((), dtype=torch.float64 if device.type == "cpu" else torch.float32, device=device)
-    indexer_loss, counts = torch.zeros_like(loss), None
+    indexer_loss = torch.zeros_like(loss)
     for batch in batches:
         part = model(batch.ids, batch.cu_seqlens, batch.labels, config.memory.loss_chunk) / max(1, valid)
         indexers = sum(index_losses(model), part.new_zeros(())) / tokens
         (part + indexers).backward()
         loss += part.detach()
         indexer_loss += indexers.detach()
-        counts = _add(counts, _expert_counts(model))
+        balance.add()
     own_loss = float(loss)
     loss, indexer_loss = _summed(torch.stack((loss, indexer_loss))).tolist()
     norm = gradient_norm(model.parameters())
@@ -153,24 +161,31 @@ def train_step(
         optimizer.set_lr(lr)
         optimizer.step()
 
+    load = balance.finish(correct=not skipped)
     peak = torch.tensor(peak_bytes(device), device=device)
     dist.all_reduce(peak, dist.ReduceOp.MAX)
     shown = None if config.train.indexer_loss == "none" else indexer_loss
-    speed = tokens / (time.perf_counter() - started)
-    return StepMetrics(step + 1, loss, float(norm), lr, tokens, speed, int(peak), _expert_load(counts), skipped, shown)
+    seconds = time.perf_counter() - started
+    share = None
+    if balance.exchanges:
+        share = float(_summed(torch.tensor(balance.waiting.take() / seconds, device=device))) / dist.get_world_size()
+    return StepMetrics(
+        step + 1, loss, float(norm), lr, tokens, tokens / seconds, int(peak), load.worst, skipped, shown,
+        communication_share=share, expert_loads=load.busiest or None, router_losses=load.losses or None,
+    )  # fmt: skip
 
 
 @torch.no_grad()
-def evaluate(model: CausalLM, packer: Packer, loss_chunk: int | None, device: torch.device) -> float:
+def evaluate(model: CausalLM, packer: Packer, loss_chunk: int | None, device: torch.device, layout: Layout) -> float:
     """Mean loss over every trained token of the packer's examples, each seen once."""
     model.eval()
     total = torch.zeros(2, dtype=torch.float64 if device.type == "cpu" else torch.float32, device=device)
     for step in range(packer.steps_per_epoch):
-        batch = _on_device(packer.batch(step, dist.get_rank()), device)
+        batch = _on_device(packer.batch(step, batch_of_rank(layout)), device, layout.cp)
         total[0] += model(batch.ids, batch.cu_seqlens, batch.labels, loss_chunk)
         total[1] += (batch.labels != -100).sum()
     loss, valid = _summed(total).tolist()
-    return loss / valid
+    return loss / (valid / layout.together)
 
 
 def _description(package: Package, model: CausalLM, job: Job, device: torch.device) -> str:
@@ -180,15 +195,20 @@ def _description(package: Package, model: CausalLM, job: Job, device: torch.devi
     return (
         f"{package.spec.name}: {total:,} parameters, {trained:,} trained ({train.mode}, {train.precision}) on "
         f"{layout.world} x {device.type}: dp_replicate {layout.dp_replicate} x dp_shard {layout.dp_shard}, "
-        f"ep {layout.ep} x efsdp {layout.efsdp}"
+        f"ep {layout.ep} x efsdp {layout.efsdp}" + (f", tp {layout.tp} x cp {layout.cp}" if layout.together > 1 else "")
     )
 
 
-def _on_device(batch: Batch, device: torch.device) -> Batch:
-    """An empty batch becomes one untrained token: every rank takes part in every collective, and no gradient is missing
-    on any of them."""
-    if not batch.ids.numel():
-        batch = Batch(torch.zeros(1, dtype=torch.int64), torch.full((1,), -100), torch.tensor([0, 1]))
+def _on_device(batch: Batch, device: torch.device, least: int) -> Batch:
+    """A batch of fewer tokens than the ranks that share its sequence gets untrained ones, in a document of their own:
+    every rank takes part in every collective, and no gradient is missing on any of them."""
+    if missing := max(0, least - batch.ids.numel()):
+        ids, labels = torch.zeros(missing, dtype=torch.int64), torch.full((missing,), -100)
+        batch = Batch(
+            torch.cat((batch.ids, ids)),
+            torch.cat((batch.labels, labels)),
+            torch.cat((batch.cu_seqlens, batch.cu_seqlens.new_tensor([least]))),
+        )
     return Batch(batch.ids.to(device), batch.labels.to(device), batch.cu_seqlens.to(device))
 
 
@@ -197,29 +217,11 @@ def _summed(value: Tensor) -> Tensor:
     return value
 
 
-def _expert_counts(model: CausalLM) -> list[Tensor]:
-    """Token copies of each expert in the last pass on this rank, layer by layer."""
-    layers = [module.expert_counts for module in model.modules() if isinstance(module, MixtureOfExperts)]
-    return [counts for counts in layers if counts is not None]
-
-
-def _add(counts: list[Tensor] | None, more: list[Tensor]) -> list[Tensor]:
-    return more if counts is None else [one + other for one, other in zip(counts, more, strict=True)]
-
-
-def _expert_load(counts: list[Tensor] | None) -> float | None:
-    """Copies of the busiest expert over the mean, over all ranks, of the least even layer."""
-    if not counts:
-        return None
-    total = _summed(torch.cat(counts)).float()
-    return max(float(layer.max() / layer.mean()) for layer in total.split([len(layer) for layer in counts]))
-
-
 def _evaluate(
     model: CausalLM, packer: Packer, job: Job, step: int, log: MetricsLog | None, device: torch.device
 ) -> float:
     """The held-out loss after `step`, reported."""
-    loss = evaluate(model, packer, job.config.memory.loss_chunk, device)
+    loss = evaluate(model, packer, job.config.memory.loss_chunk, device, job.layout)
     if log is not None:
         log.evaluation(step, loss)
     return loss

@@ -75,7 +75,7 @@ class MixtureOfExperts(nn.Module):
     @property
     def uses_context(self) -> bool:
         """Whether the router reads more than the hidden input."""
-        return getattr(self.router, "uses_context", False)
+        return getattr(self.router, "uses_context", False) or getattr(self.router, "losses", None) is not None
 
     def reset_parameters(self, std: float) -> None:
         for linear in (self.into, self.out_of, self.gate):

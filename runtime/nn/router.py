@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from .context import Context
 from .norm import RMSNorm
+from .router_losses import RouterLosses
 from .selection import GroupLimit, Normalise
 
 Score = Literal["softmax", "sigmoid", "sqrtsoftplus"]
@@ -34,6 +35,7 @@ class Router(Routing):
     (Wang et al. 2024, arXiv:2408.15664): a buffer in float32. limit: see GroupLimit.
     The weights are the selected scores, normalised, then times scale, and times each expert's own scale where
     expert_scale.
+    losses: what balancing adds to training, set by it; not in evaluation.
     """
 
     def __init__(
@@ -69,6 +71,7 @@ class Router(Routing):
         self.expert_scale = nn.Parameter(torch.empty(experts)) if expert_scale else None
         self.selection_bias: Tensor | None
         self.register_buffer("selection_bias", torch.empty(experts, dtype=torch.float32) if selection_bias else None)
+        self.losses: RouterLosses | None = None
 
     def reset_parameters(self, std: float) -> None:
         nn.init.normal_(self.weight, std=std)
@@ -91,7 +94,23 @@ class Router(Routing):
             weights = weights * self.scale
         if self.expert_scale is not None:
             weights = weights * self.expert_scale.to(weights.dtype)[index]
+        if self.losses is not None and self.training:
+            weights = self._with_losses(self.losses, weights, logits, scores, index, context)
         return weights, index
+
+    def _with_losses(
+        self,
+        losses: RouterLosses,
+        weights: Tensor,
+        logits: Tensor,
+        scores: Tensor,
+        index: Tensor,
+        context: Context | None,
+    ) -> Tensor:
+        chances = scores / scores.sum(-1, keepdim=True) if self.scored == "all" else logits.softmax(-1)
+        biased = scores if self.selection_bias is None else scores + self.selection_bias
+        lengths = (index.shape[0],) if context is None else context.lengths
+        return losses.attach(weights, logits, chances, biased, index, lengths)
 
     def logits(self, x: Tensor) -> Tensor:
         """[T, experts], in float32 at least."""

@@ -182,13 +182,13 @@ class OneBadStep:
     def __init__(self, step):
         self.step = step
 
-    def __call__(self, model, optimizer, batches, job, step, device):
+    def __call__(self, model, optimizer, batches, job, step, device, balance):
         if step + 1 == self.step:
             hook = model.norm.register_forward_hook(lambda *args: args[2] * float("nan"))
-            metrics = train_step(model, optimizer, batches, job, step, device)
+            metrics = train_step(model, optimizer, batches, job, step, device, balance)
             hook.remove()
             return metrics
-        return train_step(model, optimizer, batches, job, step, device)
+        return train_step(model, optimizer, batches, job, step, device, balance)
 
 
 def test_a_single_bad_step_is_skipped_counted_and_kept(run_training, tmp_path, monkeypatch):
