@@ -97,8 +97,8 @@ def specify_checkpoint(
     ignored = decisions.get("ignore_config") or {}
     unread = [field for field in specification.unread if field not in ignored]
     claims = [claim for claim in specification.claims if not {claim.field, claim.field.split(".")[0]} & ignored.keys()]
-    sizes = [_wrong_size(claim) for claim in claims if claim.verdict == "not the tensors'"]
-    ledger = ledger.model_copy(update={"unread_config": unread, "findings": [*ledger.findings, *sizes]})
+    harmless = [finding for claim in claims for finding in _harmless(claim)]
+    ledger = ledger.model_copy(update={"unread_config": unread, "findings": [*ledger.findings, *harmless]})
     held = ConfigView(checkpoint.config)
     open_items = [
         Unproven(f"config.json: {field} = {held.get(field)!r}"[:160], "nobody reads it: not the reference, not us")
@@ -120,11 +120,12 @@ def _contradicted(claim: Claim) -> Unproven:
     return Unproven(f"config.json: {claim.field} = {claim.states}"[:160], why)
 
 
-def _wrong_size(claim: Claim) -> Finding:
-    """A size in the config that no tensor has: to be known, and harmless, for shapes decide."""
-    return finding(
-        "contradiction", f"{claim.field}={claim.states} is stated, and not true of the tensors", claim.proven
-    )
+def _harmless(claim: Claim) -> Iterator[Finding]:
+    """What a config says wrongly and nothing depends on: to be known, for another reader may depend on it."""
+    of = {"not the tensors'": "of the tensors", "without effect": "of the model; the reference gives it no effect"}
+    if claim.verdict in of:
+        what = f"{claim.field}={claim.states} is stated, and not true {of[claim.verdict]}"
+        yield finding("contradiction", what, claim.proven)
 
 
 def _refuse_own_code(checkpoint: Checkpoint) -> None:

@@ -16,7 +16,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from dayzero.onboard.calls import Call
 from dayzero.onboard.candidates import Candidate
 from dayzero.onboard.canonical_config import set_by
-from dayzero.onboard.claims import Claim, check_claims
+from dayzero.onboard.claims import Claim, check_claims, check_idle
 from dayzero.onboard.composition import (
     NotProven,
     Unproven,
@@ -131,10 +131,11 @@ def specify(
         spec = spec.model_copy(update={"rules": rules})
     except NoRule as error:
         raise NotProven([Unproven("weights", str(error))]) from None
-    claims, unread = check_claims(unread, text, spec)
+    defaults = text_config(full).to_dict()
+    claims, unread = check_claims(unread, text, spec, defaults)
     # Known to the class, without effect: a claim too, unless it is what the class says of every model.
     stated = [name for name in sorted(idle) if text[name] != getattr(type(text_config(reference)), name, text[name])]
-    claims += check_claims(stated, text, spec)[0]
+    claims += check_idle(stated, text, spec, defaults)
     return Specification(
         spec=spec,
         shrunk=shrunk,

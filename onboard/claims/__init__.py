@@ -23,12 +23,13 @@ _SHOWN = 80  # characters of a value in a message
 
 
 class Claim(Record):
-    """field states a value, as JSON. verdict: confirmed by the proof or the shapes; contradicted by the proof;
-    a size that is not the tensors'; or beside the point, as nothing is computed with it. proven: what shows that."""
+    """field states a value, as JSON. verdict: confirmed by the proof or the shapes; contradicted by the proof; likewise,
+    but the reference's own class knows the field and gives it no effect; a size that is not the tensors'; or beside the
+    point, as nothing is computed with it. proven: what shows that."""
 
     field: str
     states: str
-    verdict: Literal["confirmed", "contradicted", "not the tensors'", "beside the point"]
+    verdict: Literal["confirmed", "contradicted", "without effect", "not the tensors'", "beside the point"]
     proven: str
 
 
@@ -146,18 +147,33 @@ BESIDE: dict[str, str] = {name: why for why, names in _BESIDE for name in names.
 _NESTED = {name.split(".")[0] for name in MEANINGS if "." in name}
 
 
-def check_claims(fields: Iterable[str], config: Mapping[str, Any], spec: ModelSpec) -> tuple[list[Claim], list[str]]:
-    """(claims, fields that stay unread) of the given fields of `config`, the config of the text decoder.
+def check_claims(
+    fields: Iterable[str], config: Mapping[str, Any], spec: ModelSpec, defaults: Mapping[str, Any] | None = None
+) -> tuple[list[Claim], list[str]]:
+    """(claims, fields that stay unread) of the given fields of `config`, the config of the text decoder. defaults: what
+    its class adds.
 
     Of a field that holds fields of its own each is a claim, by its full name.
     """
-    shown, claims, unread = Shown(spec, config), [], []
+    shown, claims, unread = Shown(spec, config, defaults), [], []
     for field in fields:
         made = {name: _claim(name, value, shown) for name, value in _statements(field, config[field])}
         claims += [claim for claim in made.values() if claim is not None]
         if None in made.values():
             unread.append(field)
     return claims, unread
+
+
+def check_idle(
+    fields: Iterable[str], config: Mapping[str, Any], spec: ModelSpec, defaults: Mapping[str, Any] | None = None
+) -> list[Claim]:
+    """The claims of fields that the reference's class knows and that have no effect there. What is false among them was
+    decided by the reference's authors: it is reported, and stops nothing."""
+    claims, _ = check_claims(fields, config, spec, defaults)
+    return [
+        claim.model_copy(update={"verdict": "without effect"}) if claim.verdict == "contradicted" else claim
+        for claim in claims
+    ]
 
 
 def _statements(field: str, value: Any) -> Iterator[tuple[str, Any]]:

@@ -128,9 +128,19 @@ def window(value: Any, shown: Shown) -> Verdict | None:
     if value is not None and type(value) is not int:
         return None
     found = {kind.window for kind in shown.kinds if kind.attentions}
-    if found == {None} and shown.config.get("use_sliding_window") is False:
-        return Verdict(True, "no layer has a window")
+    if found == {None} and (why := _nowhere(shown)):
+        return Verdict(True, f"no layer has a window, as {why} says")
     return all_are(value, found - {None} or found, "windows", shown.hides_mixers)
+
+
+def _nowhere(shown: Shown) -> str | None:
+    """The field by which a window that the config states belongs to no layer."""
+    first, kinds = shown.assumed("max_window_layers"), shown.stated("layer_types")
+    if shown.assumed("use_sliding_window") is False:
+        return "use_sliding_window"
+    if type(first) is int and first >= shown.count:
+        return "max_window_layers"
+    return "layer_types" if isinstance(kinds, list) and "sliding_attention" not in kinds else None
 
 
 def window_before(value: Any, shown: Shown) -> Verdict | None:

@@ -130,10 +130,11 @@ class Layer:
 
 
 class Shown:
-    """The proven model beside the config that makes claims about it. config: the part of the text decoder."""
+    """The proven model beside the config that makes claims about it. config: the part of the text decoder. defaults:
+    what the config's class adds to it."""
 
-    def __init__(self, spec: ModelSpec, config: Mapping[str, Any]):
-        self.spec, self.config = spec, config
+    def __init__(self, spec: ModelSpec, config: Mapping[str, Any], defaults: Mapping[str, Any] | None = None):
+        self.spec, self.config, self.defaults = spec, config, defaults or {}
         kinds = [Layer(kind) for kind in spec.layer_kinds]
         self.layers = [kinds[run.kind] for run in spec.layers for _ in range(run.count)]
         self.kinds = kinds
@@ -145,6 +146,10 @@ class Shown:
     def stated(self, *names: str) -> Any:
         """What the config says under the first of these names that it has."""
         return next((self.config[name] for name in names if self.config.get(name) is not None), None)
+
+    def assumed(self, name: str) -> Any:
+        """What the config says, or its class where it says nothing."""
+        return self.config[name] if name in self.config else self.defaults.get(name)
 
     def entries(self, value: Any) -> Any:
         """A list with one entry a layer without the entries of layers that predict further tokens; None where its

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from dayzero.onboard.claims import BESIDE, MEANINGS, check_claims
+from dayzero.onboard.claims import BESIDE, MEANINGS, check_claims, check_idle
 from dayzero.runtime.spec import BlockSpec, CheckpointId, LayerKind, LayerRun, ModelSpec, PartSpec
 
 IDENTITY = CheckpointId(architecture="x", config_sha256="0", headers_sha256="0", tensors=1, bytes=1, dtypes={})
@@ -42,17 +42,18 @@ def limit(groups=4, kept=2, by="top2"):
     return block("GroupLimit", groups=groups, kept=kept, by=by)
 
 
-def mixture(routing=None, shared=None):
+def mixture(routing=None, shared: int | None = None):
     experts = block("Experts", experts=12, hidden=8, width=10, act="silu")
     wide = None if shared is None else block("GatedFeedForward", hidden=8, width=shared, act="silu")
     return block("MixtureOfExperts", router=routing or router(), experts=experts, shared=wide)
 
 
-def layer(mixer=None, ffn=None):
+def layer(mixer: BlockSpec | None = None, ffn: BlockSpec | None = None):
     """A layer with either part, or both."""
     if mixer is not None and ffn is not None:
         return LayerKind.pre_norm(NORM, mixer, NORM, ffn)
     name, part = ("mixer", mixer) if mixer is not None else ("ffn", ffn)
+    assert part is not None
     norm = PartSpec(name="norm", block=NORM, reads="x")
     return LayerKind(parts=[norm, PartSpec(name=name, block=part, reads="norm")], gives=f"x + {name}")
 
@@ -351,6 +352,29 @@ def test_what_nothing_computes_with_is_beside_the_point():
     assert claim(HYBRID, "swa_rope_theta", 7) == "beside the point"  # no window
     assert claim(PLAIN, "max_window_layers", 3) == "beside the point"
     assert claim(PLAIN, "head_dim", None) == "beside the point"
+
+
+@pytest.mark.parametrize(
+    ("config", "defaults", "verdict"),
+    [
+        ({}, {}, "contradicted"),
+        ({"use_sliding_window": False}, {}, "confirmed"),
+        ({}, {"use_sliding_window": False}, "confirmed"),
+        ({"use_sliding_window": True}, {"use_sliding_window": False}, "contradicted"),
+        ({}, {"max_window_layers": 28}, "confirmed"),
+        ({"max_window_layers": 4}, {"max_window_layers": 28}, "contradicted"),
+        ({"layer_types": ["full_attention"] * 6}, {}, "confirmed"),
+    ],
+)
+def test_a_window_that_another_field_gives_to_no_layer(config, defaults, verdict):
+    claims, _ = check_claims(["sliding_window"], {**config, "sliding_window": 7}, PLAIN, defaults)
+    assert [c.verdict for c in claims] == [verdict]
+
+
+def test_what_the_class_knows_and_ignores_stops_nothing():
+    config = {"sliding_window": 7, "scoring_func": "sigmoid", "head_dim": 5, "novel": 1}
+    verdicts = {c.field: c.verdict for c in check_idle(config, config, PLAIN)}
+    assert verdicts == {"sliding_window": "without effect", "scoring_func": "confirmed", "head_dim": "not the tensors'"}
 
 
 def test_copied_code_confirms_nothing_and_still_contradicts():
