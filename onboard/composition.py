@@ -12,7 +12,7 @@ from torch import nn
 from dayzero.onboard.align.ladder import rounded_up
 from dayzero.onboard.calls import Call, tensors
 from dayzero.onboard.candidates import Candidate, Evidence, site_of
-from dayzero.onboard.candidates.evidence import size
+from dayzero.onboard.candidates.evidence import literal, size
 from dayzero.onboard.candidates.factor import explain_factor
 from dayzero.onboard.candidates.lifted import LiftedCandidate
 from dayzero.onboard.candidates.position_scale import propose_position_scale
@@ -28,7 +28,7 @@ from dayzero.onboard.lifting import parts_of, prove_lifted
 from dayzero.onboard.prove import Attempt, attempt, prove
 from dayzero.onboard.reference import state_of, text_config
 from dayzero.onboard.shrink import layer_signatures, part_signature
-from dayzero.onboard.stream_wiring import has_streams, stream_layer
+from dayzero.onboard.stream_wiring import as_streams, has_streams, stream_layer
 from dayzero.runtime.nn import BLOCKS
 from dayzero.runtime.nn.wiring import text_of_inputs
 from dayzero.runtime.spec import BlockSpec, CheckpointId, LayerKind, LayerRun, ModelSpec, PartSpec, Proof
@@ -143,7 +143,7 @@ class _Prover:
         self, reference: nn.Module, parts: ModelParts, generator: torch.Generator, tell: Callable[[str], None]
     ):
         self.calls, self.config, self.layers = parts.calls, text_config(reference), parts.layers
-        self.generator, self.tell = generator, tell
+        self.generator, self.tell, self.streams = generator, tell, parts.streams
         self.usual: Mapping[str, Candidate] = {}
         self.attempts: dict[str, list[Attempt]] = {}
         self.known: dict[tuple, Attempt | None] = {}
@@ -235,7 +235,10 @@ def prove_model(
             layers.append(_prove_or_lift_layer(prover, rotaries, f"{parts.layers}.{index}", signatures[index]))
         except NotProven as error:
             unproven += [item for item in error.unproven if item not in unproven]
-    norm = prover.best(("norm",), parts.norm, ("final norm",))
+    # Where no norm follows, the head reads what makes one stream of several.
+    merges = parts.streams > 1 and parts.merge is None
+    last = as_streams(parts.calls[parts.norm], parts.streams) if merges else None
+    norm = prover.best(("merge",) if merges else ("norm",), parts.norm, ("final norm",), call=last)
     embed_norm = (
         prover.best(("norm",), parts.embed_norm, ("embedding norm",))
         if parts.embed_norm is not None and not parts.embed_affine
@@ -291,7 +294,7 @@ def _prove_layer(prover: _Prover, rotaries: "_Rotaries", layer: str, signature: 
 
     Raises NotProven with what stays open, of the coarsest wiring.
     """
-    if has_streams(prover.calls[layer]):
+    if has_streams(prover.calls[layer], prover.streams):
         return _prove_stream_layer(prover, rotaries, layer, signature)
     expanded: set[str] = set()
     first: list[Unproven] = []
@@ -354,34 +357,46 @@ def _prove_units(
 def _prove_stream_layer(prover: _Prover, rotaries: "_Rotaries", layer: str, signature: Any) -> ProvenLayer:
     """A layer between several streams: each block with the connection that feeds it, as one part."""
     try:
-        wiring = stream_layer(prover.calls, layer)
+        wiring = stream_layer(prover.calls, layer, prover.streams)
     except Undiscovered as error:
         raise NotProven([Unproven("structure", str(error))]) from None
     parts: list[ProvenPart] = []
     unproven: list[Unproven] = []
-    reads = "x"
+    reads = {"x": 1.0}
     for item in wiring:
         held: dict[str, Attempt] = {}
-        for name, roles in (("connection", ("connection",)), ("norm", ("norm",)), ("block", (item.name,))):
-            path = f"{layer}.{getattr(item, name)}"
-            key = (name, part_signature(signature, getattr(item, name)), _handed(prover.calls[path]))
-            attempt = prover.best(roles, path, key, joined=name == "connection")
+        inner = {"connection": item.connection, "norm": item.norm, "block": item.block}
+        wanted = {name: path for name, path in inner.items() if path is not None}
+        for name, child in wanted.items():
+            path = f"{layer}.{child}"
+            key = (name, part_signature(signature, child), _handed(prover.calls[path]))
+            call = as_streams(prover.calls[path], prover.streams) if name == "connection" else None
+            roles = () if item.connection is None else (item.name if name == "block" else name,)
+            attempt = prover.best(roles, path, key, call=call)
+            if attempt is None and item.connection is None:
+                attempt = prover.lifted(path, key)
             if attempt is None:
                 unproven.append(prover.unproven.get(path) or Unproven(path, "no block reproduces it"))
             else:
                 held[name] = attempt
-        if len(held) < 3:
+        if len(held) < len(wanted):
             continue
-        worst = max(held.values(), key=lambda attempt: attempt.error)
-        arguments = {name: attempt.candidate.below(getattr(item, name)) for name, attempt in held.items()}
-        candidate = Candidate("HyperConnected", dict(arguments), {})
-        unit = Unit(item.name, "", item.name, {reads: 1.0})
-        tables = rotaries.indices(prover.calls[f"{layer}.{item.block}"]) if _uses_tables(candidate) else []
-        parts.append(ProvenPart(unit, replace(worst, candidate=candidate), _factors(unit.reads, prover, layer), tables))
-        reads = item.name
+        if item.connection is None:
+            unit, chosen = Unit(item.name, item.block, item.name, reads), held["block"]
+            reads = {**reads, item.name: 1.0}
+        else:
+            worst = max(held.values(), key=lambda attempt: attempt.error)
+            inside: dict[str, Any] = {name: attempt.candidate.below(wanted[name]) for name, attempt in held.items()}
+            none = {} if item.norm else {"norm": literal(None, "no module between")}
+            chosen = replace(worst, candidate=Candidate("HyperConnected", {**inside, **none}, {}))
+            unit = Unit(item.name, "", item.name, reads)
+            reads = {item.name: 1.0}
+        uses = _uses_tables(chosen.candidate)
+        tables = rotaries.indices(prover.calls[f"{layer}.{item.block}"]) if uses else []
+        parts.append(ProvenPart(unit, chosen, _factors(unit.reads, prover, layer), tables))
     if unproven:
         raise NotProven(unproven)
-    return ProvenLayer(parts, _factors({reads: 1.0}, prover, layer))
+    return ProvenLayer(parts, _factors(reads, prover, layer))
 
 
 def _affine(parts: ModelParts) -> Attempt | None:
@@ -538,7 +553,8 @@ def _streams(proven: Proven, model: nn.Module, config: Any) -> int:
     """How many copies of the embeddings the layers pass on, as the first layer's connection has it."""
     if proven.parts.streams == 1:
         return 1
-    connection = proven.layers[0].parts[0].attempt.candidate.arguments["connection"]
+    held = (part.attempt.candidate.arguments.get("connection") for part in proven.layers[0].parts)
+    connection = next(argument for argument in held if argument is not None)
     spec = connection.resolve(model.get_submodule(f"{proven.parts.layers}.0"), config)
     return spec.arguments["streams"]
 

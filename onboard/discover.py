@@ -78,6 +78,8 @@ def discover(model: nn.Module, ids: Tensor) -> ModelParts:
         streams, first = first.shape[2], first[:, :, 0]
         merge = _only("merge of the streams", [p for p, c in calls.items() if c.has_stream and _reads(c, last)])
         last = calls[merge].result
+    elif (count_of := _side_by_side(first, calls[embed].result)) > 1:
+        streams, first = count_of, first[..., : calls[embed].result.shape[-1]]
     history = kept_before(calls, f"{layers}.0") is not None
     merge_call = None
     if history:
@@ -120,6 +122,15 @@ def discover(model: nn.Module, ids: Tensor) -> ModelParts:
         merge_call,
         calls,
     )
+
+
+def _side_by_side(first: Tensor, rows: Tensor) -> int:
+    """How often the first layer is handed one value [B, S, H] beside itself, [B, S, n H]."""
+    count, rest = divmod(first.shape[-1], rows.shape[-1])
+    if rest or count < 2 or first.shape[:-1] != rows.shape[:-1]:
+        return 1
+    copies = first.unflatten(-1, (count, -1))
+    return count if torch.equal(copies, copies[..., :1, :].expand_as(copies)) else 1
 
 
 def _parents(path: str) -> list[str]:

@@ -4,13 +4,15 @@ import itertools
 from collections.abc import Iterator
 
 from dayzero.onboard.calls import floats
-from dayzero.onboard.candidates.evidence import Candidate, Evidence, Site, attribute, literal
+from dayzero.onboard.candidates.evidence import Candidate, Evidence, Site, attribute, literal, size
 from dayzero.onboard.candidates.norm import epsilons
 from dayzero.runtime.weights import Source, Stored
 
 
 def propose_connection(site: Site) -> list[Candidate]:
     """A matrix over all streams, a bias for each of its rows, a scale for each of its groups of rows."""
+    if site.call.hidden.ndim == 3:
+        return list(_gated(site))
     weights = _parameters(site, site.call.hidden)
     if weights is None:
         return []
@@ -37,6 +39,8 @@ def propose_merge(site: Site) -> list[Candidate]:
     """The weighted sum over streams, or their mean."""
     if not any(True for _ in site.module.parameters()):
         return [Candidate("StreamMean", {}, {})]
+    if site.call.hidden.ndim == 3:
+        return list(_gated(site))
     weights = _parameters(site, site.call.hidden)
     if weights is None:
         return []
@@ -44,6 +48,49 @@ def propose_merge(site: Site) -> list[Candidate]:
         Candidate("StreamMerge", {**_sizes(site, weights["weight"]), "norm_eps": norm_eps, "eps": eps}, dict(weights))
         for norm_eps, eps in itertools.product(epsilons(site), epsilons(site))
     ]
+
+
+def _gated(site: Site) -> Iterator[Candidate]:
+    """Streams side by side: a norm of each, a gate of low rank over all channels, and a weight for each of them."""
+    wide = site.call.hidden.shape[-1]
+    streams = site.call.split(site.call.hidden)[0].shape[1]
+    shapes = {name: tuple(parameter.shape) for name, parameter in site.module.named_parameters()}
+    norms = [name for name, shape in shapes.items() if shape == (wide,)]
+    ups = [name for name, shape in shapes.items() if len(shape) == 2 and shape[0] == wide]
+    if len(norms) != 1 or len(ups) != 1 or len(shapes) not in {3, 4}:
+        return
+    rest = [name for name in shapes if name not in {*norms, *ups} and shapes[name][1:] == (wide,)]
+    scales = [value for value in sorted(site.operations.constants) if value > 1]
+    for down in rest:
+        inject = next((name for name in rest if name != down), None)
+        if shapes[down][0] != shapes[ups[0]][1] or (inject is not None and shapes[inject][0] != streams):
+            continue
+        count = next(iter(_counts(site, None, streams)), literal(streams, "seen at the input"))
+        arguments: dict[str, Evidence | Candidate] = {
+            "hidden": Evidence(
+                f"shape of {norms[0]}[0] / streams",
+                lambda module, config, count=count: (
+                    module.get_parameter(norms[0]).shape[0] // count.resolve(module, config)
+                ),
+            ),
+            "streams": count,
+            "rank": size(down, 0),
+            "injects": literal(inject is not None, "the parameters"),
+        }
+        parameters: dict[str, Source] = {
+            "norm.weight": Stored(norms[0]),
+            "down.weight": Stored(down),
+            "up.weight": Stored(ups[0]),
+        }
+        if inject is not None:
+            parameters["inject.weight"] = Stored(inject)
+        for eps, offset, scale in itertools.product(epsilons(site), (0.0, 1.0), scales or [1.0]):
+            held = {"eps": eps, "offset": literal(offset, "enumerated")}
+            if inject is not None:
+                held["post_scale"] = literal(scale, "constant in the trace")
+            elif scale != (scales or [1.0])[0]:
+                continue
+            yield Candidate("GatedConnection", {**arguments, **held}, dict(parameters))
 
 
 def _parameters(site: Site, streams: object) -> dict[str, Source] | None:

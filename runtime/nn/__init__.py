@@ -20,6 +20,7 @@ from .experts import Experts
 from .feed_forward import FeedForward, GatedFeedForward
 from .gated_activation import ClampedGLU, OaiSwiGLU, SoftcappedGLU
 from .gated_delta_net import GatedDeltaNet
+from .gated_residual import GatedConnection
 from .handed_routing import HandedRouting, LeaveRouting
 from .hash_router import HashRouter
 from .hyper_connection import HyperConnected, HyperConnection, StreamMean, StreamMerge
@@ -73,6 +74,7 @@ BLOCKS = {
         DecoderLayer,
         Experts,
         FeedForward,
+        GatedConnection,
         GatedDeltaNet,
         GatedFeedForward,
         GatedRMSNorm,
@@ -134,6 +136,7 @@ __all__ = [
     "DecoderLayer",
     "Experts",
     "FeedForward",
+    "GatedConnection",
     "GatedDeltaNet",
     "GatedFeedForward",
     "GatedRMSNorm",

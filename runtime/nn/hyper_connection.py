@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from dayzero.kernels.rms_norm import rms_norm
 
 from .context import Context
+from .gated_residual import GatedConnection
 
 
 class HyperConnection(nn.Module):
@@ -74,19 +75,20 @@ class HyperConnection(nn.Module):
 class HyperConnected(nn.Module):
     """A block between streams: [T, n, H] -> [T, n, H].
 
-    y = block(norm(read)); stream i becomes post_i y + sum_j mix_ji streams_j, or post_i y + streams_i without mixing.
+    y = block(norm(read)), or block(read) without a norm; stream i becomes post_i y + sum_j mix_ji streams_j, or
+    post_i y + streams_i without mixing.
     """
 
     uses_context = True
     parallel_inner: ClassVar = ("block",)
 
-    def __init__(self, connection: HyperConnection, norm: nn.Module, block: nn.Module):
+    def __init__(self, connection: HyperConnection | GatedConnection, norm: nn.Module | None, block: nn.Module):
         super().__init__()
         self.connection, self.norm, self.block = connection, norm, block
 
     def forward(self, streams: Tensor, context: Context) -> Tensor:
         read, post, *mix = self.connection(streams)
-        normed = self.norm(read)
+        normed = read if self.norm is None else self.norm(read)
         y = self.block(normed, context) if getattr(self.block, "uses_context", False) else self.block(normed)
         kept = mix[0].to(streams.dtype).transpose(-1, -2) @ streams if mix else streams
         return post.to(y.dtype)[..., None] * y[:, None] + kept

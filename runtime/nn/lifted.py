@@ -154,6 +154,8 @@ class Lifted(nn.Module):
     def forward(self, x: Tensor, *more: Any) -> Tensor:
         *inputs, context = x, *more
         x = torch.cat(inputs, -1) if len(inputs) > 1 else x
+        if x.ndim == 3:  # streams stand side by side
+            return self.forward(x.flatten(1), context).reshape(x.shape)
         with Promote() if x.dtype == torch.float64 else contextlib.nullcontext():
             self._place_computed(x)
             if self.together:
