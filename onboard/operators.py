@@ -1,9 +1,14 @@
 """Which operators a model calls and at which sizes: what is rendered into a package's operators/ folder."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from dayzero.runtime.spec import BlockSpec, ModelSpec
+import torch
+from torch import Tensor
+
+from dayzero.runtime.dry_pass import operators_called
+from dayzero.runtime.spec import LayerRun, ModelSpec
 
 
 @dataclass
@@ -22,14 +27,16 @@ _BODIES = {
         "width and constants of every norm",
         '''
 
-def inputs(size: dict, tokens: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
-    """x: [tokens, width], weight: [width], float32."""
+def inputs(size: dict, tokens: int, generator: torch.Generator) -> tuple[Tensor, Tensor | None]:
+    """x: [tokens, width], weight: [width] or None where it does not scale, float32."""
     x = torch.randn(tokens, size["width"], generator=generator)
-    return x, 1.0 - size["offset"] + 0.1 * torch.randn(size["width"], generator=generator)
+    weight = 1.0 - size["offset"] + 0.1 * torch.randn(size["width"], generator=generator)
+    return x, weight if size.get("scaled", True) else None
 
 
-def call(size: dict, x: Tensor, weight: Tensor) -> Tensor:
-    return rms_norm(x, weight, size["eps"], size["offset"])
+def call(size: dict, x: Tensor, weight: Tensor | None) -> Tensor:
+    after_cast = size.get("weight_after_cast", True)
+    return rms_norm(x, weight, size["eps"], size["offset"], weight_after_cast=after_cast)
 ''',
     ),
     "swiglu": (
@@ -67,17 +74,20 @@ def call(size: dict, x: Tensor, weight: Tensor, counts: Tensor) -> Tensor:
 
 
 def operator_calls(spec: ModelSpec) -> list[OperatorCalls]:
-    """The operators of every block of the model, sorted by name, each size once."""
+    """The operators that a forward pass calls, sorted by name, each size once: those of a pass without values over one
+    layer of each kind."""
     sizes: dict[str, list[dict[str, Any]]] = {}
 
-    def add(name: str, **size: Any) -> None:
-        held = sizes.setdefault(name, [])
+    def see(name: str, *args: Any, **kwargs: Any) -> None:
+        size, held = _SIZES[name](*args, **kwargs), sizes.setdefault(name, [])
         if size not in held:
             held.append(size)
 
-    for block in spec.blocks():
-        for inner in block.walk():
-            _add_calls(inner, add)
+    used = sorted({run.kind for run in spec.layers})
+    runs = [LayerRun(first=place, count=1, kind=kind) for place, kind in enumerate(used)]
+    with torch.device("meta"):
+        model = spec.model_copy(update={"layers": runs}).build()
+    operators_called(model, see)
     found = []
     for name in sorted(sizes):
         note, body = _BODIES[name]
@@ -85,36 +95,27 @@ def operator_calls(spec: ModelSpec) -> list[OperatorCalls]:
     return found
 
 
-def _add_calls(block: BlockSpec, add: Any) -> None:
-    held = block.arguments
-    match block.block:
-        case "RMSNorm" if held.get("scaled", True) and held.get("groups", 1) == 1:
-            add("rms_norm", width=held["width"], eps=held["eps"], offset=held.get("offset", 0.0))
-        case "GroupedQueryAttention" if held.get("qk_norm", "none") != "none":
-            whole = held["qk_norm"] == "whole"
-            for heads in (held["heads"], held["kv_heads"]):
-                width = held["head_dim"] * (heads if whole else 1)
-                add("rms_norm", width=width, eps=held["qk_norm_eps"], offset=held["qk_norm_offset"])
-        case "GatedFeedForward":
-            _add_swiglu(held, add)
-        case "Experts":
-            experts, hidden, width = held["experts"], held["hidden"], held["width"]
-            is_gated = held.get("is_gated", True)
-            if is_gated:
-                _add_swiglu(held, add)
-            add("grouped_gemm", experts=experts, rows=(1 + is_gated) * width, columns=hidden)
-            add("grouped_gemm", experts=experts, rows=hidden, columns=width)
+def _rms_norm(
+    x: Tensor, weight: Tensor | None, eps: float, offset: float = 0.0, *, weight_after_cast: bool = True
+) -> dict[str, Any]:
+    size = {"width": x.shape[-1], "eps": eps, "offset": offset}
+    size |= {"scaled": False} if weight is None else {}
+    return size if weight_after_cast else {**size, "weight_after_cast": False}
 
 
-def _add_swiglu(held: dict[str, Any], add: Any) -> None:
-    """The gates that the operator computes: silu, clamped before it or not at all."""
-    act = held["act"]
-    if act == "silu":
-        add("swiglu", width=held["width"], limit=None)
-    elif isinstance(act, BlockSpec) and act.block == "ClampedGLU":
-        operator_does = act.arguments["act"] == "silu" and not act.arguments.get("after", False)
-        if operator_does:
-            add("swiglu", width=held["width"], limit=act.arguments["limit"])
+def _swiglu(gate: Tensor, up: Tensor, limit: float | None = None) -> dict[str, Any]:
+    return {"width": gate.shape[-1], "limit": limit}
+
+
+def _grouped_gemm(x: Tensor, weight: Tensor, counts: Tensor) -> dict[str, Any]:
+    return {"experts": weight.shape[0], "rows": weight.shape[1], "columns": weight.shape[2]}
+
+
+_SIZES: dict[str, Callable[..., dict[str, Any]]] = {
+    "rms_norm": _rms_norm,
+    "swiglu": _swiglu,
+    "grouped_gemm": _grouped_gemm,
+}
 
 
 def backend_names(name: str) -> list[str]:

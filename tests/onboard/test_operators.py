@@ -1,0 +1,69 @@
+"""The operators of a package: those that the model calls, at the sizes at which it calls them, and no others."""
+
+import odd_specs
+import pytest
+import torch
+
+from dayzero.kernels.registry import standing_in
+from dayzero.onboard.operators import operator_calls
+from dayzero.runtime.nn.causal_lm import initialise
+from dayzero.runtime.spec import BlockSpec, CheckpointId, LayerKind, LayerRun, ModelSpec
+
+
+def sizes(spec):
+    return {operator.name: operator.sizes for operator in operator_calls(spec)}
+
+
+@pytest.mark.parametrize("name", sorted(odd_specs.NAMES))
+def test_what_a_real_pass_calls_and_nothing_else(name):
+    spec = odd_specs.read(name)
+    model = spec.build()
+    initialise(model, 0.2, seed=0)
+    called = {}
+
+    def count(operator, *args, **kwargs):
+        shape = args[1].shape if operator.name == "grouped_gemm" else args[0].shape[-1:]
+        called.setdefault(operator.name, set()).add(tuple(shape))
+        return operator.select(*args, **kwargs).call(*args, **kwargs)
+
+    with standing_in(count), torch.no_grad():
+        model(torch.arange(12) % spec.vocabulary, torch.tensor([0, 7, 12]))
+    found = {name: {_shape(size) for size in held} for name, held in sizes(spec).items()}
+    assert found == called
+
+
+def _shape(size):
+    return (size["experts"], size["rows"], size["columns"]) if "experts" in size else (size["width"],)
+
+
+def test_constants_of_norms_and_gates_are_told_apart():
+    norm = BlockSpec(block="RMSNorm", arguments={"width": 16, "eps": 1e-5, "offset": 1.0})
+    bare = BlockSpec(block="RMSNorm", arguments={"width": 16, "eps": 1e-6, "scaled": False})
+    clamped = BlockSpec(block="ClampedGLU", arguments={"act": "silu", "limit": 7.0})
+    feed_forwards = [
+        BlockSpec(block="GatedFeedForward", arguments={"hidden": 16, "width": 24, "act": act})
+        for act in (clamped, "gelu")
+    ]
+    attention = BlockSpec(
+        block="GroupedQueryAttention",
+        arguments={"hidden": 16, "heads": 2, "kv_heads": 1, "head_dim": 8, "scale": 0.3, "rotary": None},
+    )
+    identity = {"architecture": "", "config_sha256": "", "headers_sha256": "", "tensors": 0, "bytes": 0, "dtypes": {}}
+    spec = ModelSpec(
+        name="two",
+        checkpoint=CheckpointId.model_validate(identity),
+        vocabulary=11,
+        hidden=16,
+        tied=True,
+        layer_kinds=[LayerKind.pre_norm(norm, attention, bare, ffn) for ffn in feed_forwards],
+        layers=[LayerRun(first=0, count=5, kind=1), LayerRun(first=5, count=5, kind=0)],
+        norm=norm,
+        rules=[],
+    )
+    assert sizes(spec) == {
+        "rms_norm": [
+            {"width": 16, "eps": 1e-5, "offset": 1.0},
+            {"width": 16, "eps": 1e-6, "offset": 0.0, "scaled": False},
+        ],
+        "swiglu": [{"width": 24, "limit": 7.0}],
+    }
