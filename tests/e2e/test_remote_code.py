@@ -1,0 +1,51 @@
+"""Checkpoints with layers that nobody has seen, from their own code to a trained and exported model."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+import remote_checkpoint
+
+from dayzero.onboard import sandbox
+from dayzero.runtime.package import load_package
+
+pytestmark = pytest.mark.slow
+CONFINED = [] if not sandbox.why_not() else ["--unsafe-no-sandbox"]
+
+
+def onboard(*arguments):
+    command = [sys.executable, "-m", "dayzero.onboard.cli", *map(str, arguments), "--json"]
+    code = "import sys; from dayzero.onboard.cli import main; main()"
+    made = subprocess.run([sys.executable, "-c", code, *command[3:]], capture_output=True, text=True)
+    return made.returncode, json.loads(made.stdout.splitlines()[-1]), made.stderr
+
+
+@pytest.mark.parametrize(
+    ("fields", "module", "words"),
+    [
+        ({}, "OwnMixer", ["fading_sum", "CLAMP = 4.0"]),
+        ({"residual": "turned"}, "OwnLayer_around_before_between_wide", ["torch.tanh"]),
+    ],
+    ids=["a new mixer", "a new residual"],
+)
+def test_a_layer_never_seen_is_copied_and_the_rest_is_proven(tmp_path, fields, module, words):
+    checkpoint = remote_checkpoint.make(tmp_path / "own", **fields)
+    code, result, said = onboard("run", checkpoint, "-o", tmp_path, "--name", "made", "--trust-remote-code", *CONFINED)
+    assert (code, result["verdict"]) == (0, "PASS"), said
+    assert result["blocks"]["lifted"] == 1
+    assert result["blocks"]["proven"] >= 4
+    package = load_package(tmp_path / "made")
+    blocks = [inner.block for block in package.spec.blocks() for inner in block.walk()]
+    assert {"RMSNorm", "GatedFeedForward", "Lifted"} <= set(blocks)
+    lifted = [block for block in package.spec.blocks() if block.block == "Lifted"]
+    assert {block.arguments["module"] for block in lifted} == {module}
+    assert all(block.proof.status == "lifted" for block in lifted)
+    text = (tmp_path / "made" / "lifted.py").read_text()
+    assert all(word in text for word in words)
+    assert "# lifted from modeling_own.py:" in text
+    assert "Copyright 2025 Nobody in particular." in text
+    assert str(tmp_path) not in text
+    assert "no_grad" not in text  # its own code would train nothing through it
+    assert "past_key_values.update" not in text
+    assert onboard("check", tmp_path / "made")[0] == 0
