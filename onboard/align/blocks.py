@@ -24,7 +24,9 @@ from dayzero.onboard.handed import tables_in
 from dayzero.onboard.prove import TOLERANCE, Attempt, attempt, relative_error
 from dayzero.onboard.reference import state_of, text_config
 from dayzero.onboard.shrink import SEQUENCE
+from dayzero.onboard.stream_wiring import as_streams
 from dayzero.runtime.nn import Context
+from dayzero.runtime.nn.handed_routing import LeaveRouting
 from dayzero.runtime.nn.router import Routing
 from dayzero.runtime.package import Package
 from dayzero.runtime.spec import BlockSpec
@@ -58,11 +60,12 @@ def places(package: Package, ours: nn.Module) -> Iterator[Place]:
     for index, kind in enumerate(spec.kinds_in_order()):
         for part in kind.parts:
             module = ours.get_submodule(f"layers.{index}.{part.name}")
-            alone = "," not in part.reads and not isinstance(module, Routing)
+            alone = "," not in part.reads and not isinstance(module, (Routing, LeaveRouting))
             yield Place(f"layers.{index}.{part.name}", path_of(part.block, index), part.block, module, alone=alone)
     for name, block in outside[1:]:
         if block is not None:
-            yield Place(name, path_of(block), block, ours.get_submodule(name))
+            alone = not (name == "merge" and spec.history)
+            yield Place(name, path_of(block), block, ours.get_submodule(name), alone=alone)
 
 
 def _alone(found: Iterator[Place], ours: nn.Module, ids: Tensor, calls: Mapping[str, Call]) -> Iterator[Place]:
@@ -109,7 +112,8 @@ def blocks_rung(generated: Package, config: Mapping[str, Any]) -> Rung:
             continue
         known.add(key)
         site = site_of(calls, place.path, text_config(reference))
-        site.call = replace(site.call, joined=place.joined)
+        if place.joined:
+            site.call = as_streams(site.call, generated.spec.streams)
         tried = _tried(place, _Site(site.call, site.inner, site.config, tables), generator)
         errors[f"{place.both}: {tried.objection or tried.where}"] = tried.error if tried.proven else _failed(tried)
     rung = judge(errors, THRESHOLDS["L1"])
