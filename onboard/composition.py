@@ -1,5 +1,6 @@
 """The reference taken apart into proven blocks, and put together again from ours."""
 
+import contextlib
 import hashlib
 import inspect
 from collections.abc import Callable, Collection, Mapping
@@ -11,7 +12,7 @@ from torch import nn
 
 from dayzero.onboard.align.ladder import rounded_up
 from dayzero.onboard.calls import Call, tensors
-from dayzero.onboard.candidates import Candidate, Evidence, site_of
+from dayzero.onboard.candidates import Candidate, Evidence, Site, site_of
 from dayzero.onboard.candidates.evidence import literal, size
 from dayzero.onboard.candidates.factor import explain_factor
 from dayzero.onboard.candidates.lifted import LiftedCandidate
@@ -19,6 +20,7 @@ from dayzero.onboard.candidates.position_scale import propose_position_scale
 from dayzero.onboard.candidates.rotary import TOLERANCE as ROTARY_TOLERANCE
 from dayzero.onboard.candidates.rotary import ProposedRotary, propose_rotaries
 from dayzero.onboard.candidates.routing import routing_call
+from dayzero.onboard.contradiction import contradiction
 from dayzero.onboard.discover import ModelParts, Undiscovered, discover
 from dayzero.onboard.handed import Table, context_of, handed_tables
 from dayzero.onboard.handed import query_scale as query_scale_of
@@ -179,6 +181,8 @@ class _Prover:
                 tried = [f"{a.candidate.block}: {a.objection}" for a in nearest]
                 kind = type(self.calls[path].module).__name__
                 why = f"no block reproduces {kind}" if tried else f"no block here is like {kind}"
+                if "ffn" in roles and (wrong := _contradiction(site)):
+                    raise NotProven([Unproven(path, wrong, tried)])
                 self.unproven[path] = Unproven(path, why, tried)
         return self.known[key]
 
@@ -207,6 +211,13 @@ class _Prover:
                 reason = f"{before.why}, and its own code cannot stand by itself: {why}" if before else why
                 self.unproven[path] = Unproven(path, reason, tried[-3:])
         return self.known[key]
+
+
+def _contradiction(site: Site) -> str | None:
+    """What is wrong with the reference itself, where that can be said: it is neither fitted nor copied."""
+    with contextlib.suppress(RuntimeError, ValueError, IndexError, KeyError):
+        return contradiction(site)
+    return None
 
 
 def prove_model(
