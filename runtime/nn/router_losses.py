@@ -83,7 +83,7 @@ def _by_document(chances: Tensor, index: Tensor, lengths: tuple[int, ...]) -> Te
     document = torch.arange(documents, device=index.device).repeat_interleave(sizes, output_size=index.shape[0])
     copies = torch.bincount((document.unsqueeze(1) * experts + index).flatten(), minlength=documents * experts)
     sums = torch.zeros(documents, experts, dtype=chances.dtype, device=chances.device).index_add(0, document, chances)
-    share = copies.view(documents, experts) / (index.shape[1] * sizes.clamp(min=1)).unsqueeze(1)
+    share = copies.view(documents, experts).to(chances.dtype) / (index.shape[1] * sizes.clamp(min=1)).unsqueeze(1)
     return experts * (share * sums).sum()
 
 

@@ -1,0 +1,76 @@
+"""What the ranks of test_balance.py do: a routed mixture with balancing on every rank, beside one process that has all
+of the tokens."""
+
+import copy
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from dayzero.runtime.balance import Balance
+from dayzero.runtime.config import Balance as Settings
+from dayzero.runtime.nn import Experts, MixtureOfExperts, Router
+from dayzero.runtime.nn.context import Context
+from dayzero.runtime.recompute import recompute
+
+HIDDEN, EXPERTS = 10, 8
+LENGTHS = (((5, 9), (4,)), ((7,), (3, 2, 6)))  # documents of each rank, in two batches
+TOTAL = 36
+
+
+def context_of(lengths: tuple[int, ...]) -> Context:
+    ends = torch.tensor([0, *lengths]).cumsum(0)
+    position = torch.cat([torch.arange(length) for length in lengths])
+    return Context(ends, lengths, position)
+
+
+def mixture(score: Any = "softmax") -> MixtureOfExperts:
+    torch.manual_seed(3)
+    moe = MixtureOfExperts(
+        Router(HIDDEN, EXPERTS, 2, score=score, selection_bias=True), Experts(EXPERTS, HIDDEN, 6, "silu")
+    ).double()
+    for tensor in (*moe.parameters(), *moe.buffers()):
+        torch.nn.init.normal_(tensor, std=0.5)
+    return moe
+
+
+def tokens(rank: int, batch: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(10 * rank + batch)
+    return torch.randn(sum(LENGTHS[rank][batch]), HIDDEN, generator=generator, dtype=torch.float64)
+
+
+def compare(settings: dict[str, Any], score: str, recomputed: bool) -> dict[str, Any]:
+    """Gradients of this rank's batches, summed over the ranks, beside those of one process whose batches are both
+    ranks' side by side; likewise counts, losses and biases."""
+    whole, part = mixture(score), mixture(score)
+    if recomputed:
+        recompute(part)
+    one, mine = Balance(whole, Settings(**settings), None), Balance(part, Settings(**settings), dist.group.WORLD)
+    one.begin(TOTAL)
+    mine.begin(TOTAL)
+    rank, grad = dist.get_rank(), 0.0
+    for batch in range(2):
+        lengths = tuple(length for of_rank in LENGTHS for length in of_rank[batch])
+        x = torch.cat([tokens(other, batch) for other in range(2)]).requires_grad_()
+        whole(x, context_of(lengths)).sum().backward()
+        one.add()
+        own = tokens(rank, batch).requires_grad_()
+        part(own, context_of(LENGTHS[rank][batch])).sum().backward()
+        mine.add()
+        start = 0 if rank == 0 else sum(LENGTHS[0][batch])
+        grad = max(grad, float((own.grad - x.grad[start : start + len(own)]).norm() / x.grad.norm()))
+    for parameter, other in zip(part.parameters(), whole.parameters(), strict=True):
+        dist.all_reduce(parameter.grad)
+        grad = max(grad, float((parameter.grad - other.grad).norm() / other.grad.norm()))
+    plain = mixture(score)
+    x = torch.cat([tokens(other, 0) for other in range(2)])
+    before = copy.deepcopy(part.router.selection_bias)
+    plain(x, context_of((len(x),)))
+    want, got = one.finish(), mine.finish()
+    return {
+        "gradients": grad,
+        "losses": {name: abs(got.losses[name] - value) / value for name, value in want.losses.items()},
+        "counts": (got.counts[""].tolist(), want.counts[""].tolist()),
+        "moved": float((part.router.selection_bias - before).norm()),
+        "bias": float((part.router.selection_bias - whole.router.selection_bias).norm()),
+    }
