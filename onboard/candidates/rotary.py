@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from dayzero.onboard.candidates.evidence import Candidate, Evidence, literal
+from dayzero.onboard.config_fields import size_of
 from dayzero.onboard.discover import Call, tensors
 from dayzero.onboard.handed import Table, tables_in
 from dayzero.runtime.nn import Rotary
@@ -287,6 +288,13 @@ def _pairs(module: nn.Module, usual: int) -> int:
 def _dims(theta: Path, seen: _Seen, module: nn.Module, config: Any) -> Iterator[Evidence]:
     """Twice the frequencies, as a buffer of them shows; or the size of which they are a share, which may be odd."""
     pairs = seen.table.cos.shape[-1]
+    for share in (path for path, value in _walk(config, ()) if path[:-1] == theta[:-1] and _is_share(value)):
+        # A share may be odd, which the number of frequencies does not show.
+        if _head(config) and int(_head(config) * _at(config, share)) in {2 * pairs, 2 * pairs - 1}:
+            yield Evidence(
+                f"head size times config {'.'.join(share)}",
+                lambda module, config, share=share: int(_head(config) * _at(config, share)),
+            )
     buffers = [name for name, buffer in module.named_buffers() if buffer.ndim == 1 and buffer.shape[0] == pairs]
     kind = theta[-2] if len(theta) > 1 else ""
     for name in sorted(buffers, key=lambda name: not name.startswith(kind)):
@@ -308,6 +316,18 @@ def _dims(theta: Path, seen: _Seen, module: nn.Module, config: Any) -> Iterator[
                     lambda module, config, size=size, share=share: int(_at(config, size) * _at(config, share)),
                 )
     yield literal(2 * pairs, "twice the frequencies of the table")
+
+
+def _is_share(value: Any) -> bool:
+    return isinstance(value, float) and 0 < value < 1
+
+
+def _head(config: Any) -> int:
+    """The size of an attention head: as the config states it, or the heads' share of the stream; 0 where neither is."""
+    held = config.to_dict()
+    stated = getattr(config, "head_dim", None)
+    hidden, heads = size_of(held, "hidden"), size_of(held, "heads")
+    return stated if isinstance(stated, int) else hidden // heads if hidden and heads else 0
 
 
 def _attention_factors(module: nn.Module, radius: float, theta: Path) -> Sequence[dict[str, Evidence]]:
