@@ -4,6 +4,7 @@ import json
 import math
 import re
 import sys
+from collections import Counter
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -261,13 +262,15 @@ def align(
 
 
 def _explain(tried: list[Any], module: str) -> None:
-    chosen = [item for item in tried if module in item.module]
+    # Only layers of the small model were looked at: any layer's number stands for those of its like.
+    pattern = re.sub(r"\d+", r"\\d+", re.escape(module))
+    chosen = [item for item in tried if module in item.module] or [t for t in tried if re.search(pattern, t.module)]
     if not chosen:
         raise InputError("--explain", found=module, expected="one of: " + ", ".join(item.module for item in tried))
     for item in chosen:
-        print(f"{item.module}: {item.block} of {item.candidates} candidates, {item.error:.1e} ({item.where})")
-        for miss in item.misses:
-            print(f"  not {miss}")
+        print(_plain(f"{item.module}: {item.block} of {item.candidates} candidates, {item.error:.1e} ({item.where})"))
+        for miss, times in Counter(item.misses).items():
+            print(_plain(f"  not {miss}" + (f" ({times} alike)" if times > 1 else "")))
 
 
 @app.command()

@@ -1,6 +1,5 @@
 """REPORT.md and report.html: what a person reads before they trust a package."""
 
-import re
 from collections import Counter
 from functools import cache
 from html import escape
@@ -11,15 +10,17 @@ import jinja2
 from pydantic import Field
 
 import dayzero.templates
+from dayzero.onboard import report_layers
 from dayzero.onboard.align import Alignment
 from dayzero.onboard.align.ladder import TITLES
 from dayzero.onboard.claims import Claim
 from dayzero.onboard.classify import Ledger
 from dayzero.onboard.interventions import Intervention
 from dayzero.onboard.readable import readable_bytes, readable_count
-from dayzero.onboard.tensor_names import ranges
+from dayzero.onboard.report_layers import shown
 from dayzero.runtime.plan import Plan
-from dayzero.runtime.spec import LayerKind, ModelSpec, Record
+from dayzero.runtime.plan_table import HOST, LINES
+from dayzero.runtime.spec import ModelSpec, Record
 
 _EFFECTS = {
     "none": "same logits",
@@ -87,13 +88,14 @@ def _content(spec: ModelSpec, ledger: Ledger, plan: Plan, findings: Findings, al
 
     blocks = [
         {
-            "module": block.proof.module if block.proof else block.block,
-            "block": block.block,
+            "module": report_layers.module_of(block),
+            "block": report_layers.title(block),
+            "where": where,
             "call": call(block),
             "error": block.proof.error if block.proof and block.proof.error is not None else float("inf"),
             "evidence": block.proof.evidence if block.proof else [],
         }
-        for block in spec.blocks()
+        for block, where in report_layers.uses(spec)
     ]
     budget = _budget(ledger)
     total = sum(part["parameters"] for part in budget)
@@ -112,7 +114,11 @@ def _content(spec: ModelSpec, ledger: Ledger, plan: Plan, findings: Findings, al
         "parameters": total,
         "experts": ledger.experts,
         "expert_share": f"{100 * routed / total:.1f} %" if total else "0 %",
-        "layer_rows": _layer_rows(spec),
+        "kinds": report_layers.kinds(spec),
+        "around": report_layers.around(spec),
+        "lifted": report_layers.lifted(spec),
+        "memory_rows": [(LINES.get(name, name), size) for name, size in plan.per_rank_bytes.items()]
+        + [(f"{HOST.get(name, name)}, in host memory", size) for name, size in plan.host_bytes.items()],
         "blocks": blocks,
         "budget": budget,
         **_strip(spec),
@@ -135,26 +141,6 @@ def _plan_line(plan: Plan) -> str:
         f"dense {mesh.dp_replicate} x {mesh.dp_shard}, experts {mesh.efsdp} x {mesh.ep}; "
         f"recompute {'on' if plan.recompute else 'off'}; needs {readable_bytes(plan.total_bytes)} a device and {fits}."
     )
-
-
-def _layer_rows(spec: ModelSpec) -> list[dict[str, str]]:
-    layers: dict[int, list[int]] = {}
-    for run in spec.layers:
-        layers.setdefault(run.kind, []).extend(range(run.first, run.first + run.count))
-    return [
-        {
-            "layers": ranges(numbers),
-            "mixer": _shown(spec.layer_kinds[kind], "mixer"),
-            "ffn": _shown(spec.layer_kinds[kind], "ffn"),
-        }
-        for kind, numbers in layers.items()
-    ]
-
-
-def _shown(kind: LayerKind, role: str) -> str:
-    """The blocks of the parts of a role, "-" where a layer has none."""
-    names = [part.block.block for part in kind.parts if re.fullmatch(rf"{role}(_\d+)?", part.name)]
-    return " + ".join(names) or "-"
 
 
 def _budget(ledger: Ledger) -> list[dict[str, Any]]:
@@ -181,19 +167,17 @@ def _strip(spec: ModelSpec) -> dict[str, Any]:
     """One cell a layer: mixer above, feed-forward below."""
     kinds = spec.kinds_in_order()
     names: list[str] = []
-    for kind in kinds:
-        for role in ("mixer", "ffn"):
-            if _shown(kind, role) not in names:
-                names.append(_shown(kind, role))
+    for role in ("mixer", "ffn"):
+        names += [name for name in dict.fromkeys(shown(kind, role) for kind in kinds) if name not in names]
     colours = {name: _COLOURS[number % len(_COLOURS)] for number, name in enumerate(names)}
     step = 960 / len(kinds)
     cells = [
         {
             "x": f"{index * step:.2f}",
             "w": f"{max(step - min(2.0, step / 4), 0.5):.2f}",
-            "mixer_colour": colours[_shown(kind, "mixer")],
-            "ffn_colour": colours[_shown(kind, "ffn")],
-            "title": f"layer {index}: {_shown(kind, 'mixer')}, {_shown(kind, 'ffn')}",
+            "mixer_colour": colours[shown(kind, "mixer")],
+            "ffn_colour": colours[shown(kind, "ffn")],
+            "title": f"layer {index}: {shown(kind, 'mixer')}, {shown(kind, 'ffn')}",
         }
         for index, kind in enumerate(kinds)
     ]

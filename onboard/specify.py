@@ -47,8 +47,8 @@ from dayzero.runtime.spec import CheckpointId, ModelSpec, Record, RuleSpec, Sour
 
 
 class Tried(Record):
-    """How the block for one reference module was found. candidates: how many were tried; misses: of those that failed,
-    the nearest, one line each."""
+    """How the block for one reference module was found. candidates: how many were tried; misses: a line for each of the
+    others, the nearest first: what it claims that the chosen one does not, and why it was not taken."""
 
     module: str
     block: str
@@ -210,13 +210,16 @@ def _tried(path: str, attempts: list[Attempt]) -> Tried:
     best = next(attempt for attempt in attempts if attempt.proven)
     failed = [attempt for attempt in attempts if not attempt.proven]
     failed.sort(key=lambda attempt: (not attempt.thorough, attempt.error))
+    rivals = [attempt for attempt in attempts if attempt.proven and attempt is not best]
+    misses = [f"{_difference(attempt.candidate, best.candidate)}: holds as well" for attempt in rivals]
+    misses += [f"{_difference(attempt.candidate, best.candidate)}: {attempt.objection}" for attempt in failed]
     return Tried(
         module=path,
         block=best.candidate.block,
         error=best.error,
         where=best.where,
         candidates=len(attempts),
-        misses=[f"{_difference(attempt.candidate, best.candidate)}: {attempt.objection}" for attempt in failed[:5]],
+        misses=misses,
     )
 
 

@@ -11,6 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from dayzero.onboard import cli
+from dayzero.onboard.specify import Tried
 from dayzero.runtime.errors import InputError
 
 SUMMARY = {"tensors", "bytes", "parameters", "layers", "experts", "quantization", "unaccounted", "unread_config"}
@@ -222,3 +223,42 @@ def test_package_names(tmp_path, folder, name):
 def test_bad_package_names(tmp_path, name):
     with pytest.raises(InputError, match="--name"):
         cli.package_name(tmp_path, name)
+
+
+def test_explain_lists_every_candidate_and_its_miss(onboard, tmp_path):
+    code, _, err = onboard("generate", onboarded.checkpoint("mixtral"), "-o", tmp_path, "--name", "mixtral")
+    assert code == 0, err
+    code, out, err = onboard("align", tmp_path / "mixtral", "--explain", "layers.1")  # one like layer 0
+    assert code == 0, err
+    lines = out.splitlines()
+    heads = [number for number, line in enumerate(lines) if line.startswith("model.layers.0.")]
+    assert {lines[n].split(": ")[0].rpartition(".")[2] for n in heads} > {"input_layernorm", "self_attn"}
+    for head, following in zip(heads, [*heads[1:], len(lines)], strict=True):
+        candidates = int(lines[head].split(" of ")[1].split()[0])
+        tried = [line for line in lines[head + 1 : following] if line.startswith("  not ")]
+        alike = [int(line.rsplit("(", 1)[1].split()[0]) if line.endswith(" alike)") else 1 for line in tried]
+        assert candidates == sum(alike) + 1
+    code, _, err = onboard("align", tmp_path / "mixtral", "--explain", "nowhere")
+    assert code == 2
+    assert "model.layers.0.self_attn" in err
+
+
+def test_explain_shows_what_was_tried_and_by_how_much_it_missed(capsys):
+    tried = [
+        Tried(
+            module="model.layers.2.mlp",
+            block="MixtureOfExperts",
+            error=3e-13,
+            where="output",
+            candidates=5,
+            misses=["FeedForward: holds as well", *3 * ["Mixture with scale from 1.0: misses by 2.0e-03"]],
+        )
+    ]
+    cli._explain(tried, "layers.7.mlp")
+    assert capsys.readouterr().out.splitlines() == [
+        "model.layers.2.mlp: MixtureOfExperts of 5 candidates, 3.0e-13 (output)",
+        "  not FeedForward: holds as well",
+        "  not Mixture with scale from 1.0: misses by 2.0e-03 (3 alike)",
+    ]
+    with pytest.raises(InputError, match=r"model\.layers\.2\.mlp"):
+        cli._explain(tried, "self_attn")
