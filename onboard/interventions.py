@@ -58,7 +58,7 @@ def alternatives(name: str, value: Any) -> list[Any]:
     if isinstance(value, float):
         return [value * 1.7 if value else 0.3]
     if value is None:
-        return [0.5, 5]
+        return [3e-5] if "eps" in name else [0.5, 5]
     if isinstance(value, str) and value.startswith(("silu", "swish", "gelu", "relu")):
         return ["gelu" if value.startswith("s") else "silu"]
     return []
