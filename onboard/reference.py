@@ -299,11 +299,12 @@ def _redraw_names(model: nn.Module, name: str, table: Tensor, generator: torch.G
 def state_of(module: nn.Module) -> dict[str, Tensor]:
     """Parameters and saved buffers by name, detached and sharing memory: a bias that the optimizer never sees, or a
     table of whole numbers, is as much of what the module computes as a weight. What has two names appears once."""
-    seen: set[int] = set()
+    seen: set[tuple[int, int]] = set()
     state = {}
     for name, tensor in module.state_dict().items():
-        if (tensor.ndim or tensor.is_floating_point()) and (not tensor.numel() or tensor.data_ptr() not in seen):
-            seen.add(tensor.data_ptr())
+        place = (tensor.untyped_storage()._cdata, tensor.storage_offset())  # tensors without values have no address
+        if (tensor.ndim or tensor.is_floating_point()) and (not tensor.numel() or place not in seen):
+            seen.add(place)
             state[name] = tensor.detach()
     return state
 
