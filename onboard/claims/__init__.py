@@ -23,9 +23,9 @@ _SHOWN = 80  # characters of a value in a message
 
 
 class Claim(Record):
-    """field states a value, as JSON. verdict: confirmed by the proof or the shapes; contradicted by the proof; likewise,
-    but the reference's own class knows the field and gives it no effect; a size that is not the tensors'; or beside the
-    point, as nothing is computed with it. proven: what shows that."""
+    """field states a value, as JSON. verdict: confirmed by the proof or the shapes; contradicted by the proof; without
+    effect, contradicted by the reference itself, whose class knows the field and ignores it; a size that is not the
+    tensors'; or beside the point, as nothing is computed with it. proven: what shows that."""
 
     field: str
     states: str

@@ -1,10 +1,19 @@
 """Every meaning that a claim can have, once true and once false of a model that is written by hand."""
 
 import json
+import re
+import shutil
 
+import onboarded
 import pytest
 
+from dayzero.onboard.agent import specify_checkpoint
+from dayzero.onboard.align import Alignment
+from dayzero.onboard.checkpoint import read_checkpoint
 from dayzero.onboard.claims import BESIDE, MEANINGS, check_claims, check_idle
+from dayzero.onboard.composition import NotProven
+from dayzero.onboard.report import Findings, render_html, render_markdown
+from dayzero.runtime.plan import make_plan
 from dayzero.runtime.spec import BlockSpec, CheckpointId, LayerKind, LayerRun, ModelSpec, PartSpec
 
 IDENTITY = CheckpointId(architecture="x", config_sha256="0", headers_sha256="0", tensors=1, bytes=1, dtypes={})
@@ -386,3 +395,54 @@ def test_copied_code_confirms_nothing_and_still_contradicts():
     assert claim(spec, "moe_layer_freq", [0, 1]) == "contradicted"
     assert claim(spec, "attn_type_list", [1, 1]) is None
     assert claim(spec, "attn_output_gate", False) is None
+
+
+STATED = {"scoring_func": "sigmoid", "topk_method": "greedy", "global_head_dim": 99, "aux_loss_alpha": 0.1}
+
+
+def with_fields(checkpoint, folder, **fields):
+    """A copy of a checkpoint whose config.json says more."""
+    shutil.copytree(checkpoint, folder)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, **fields}))
+    return read_checkpoint(folder)
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory):
+    """A checkpoint whose routers score by a softmax, and whose config says otherwise; its class reads none of it."""
+    folder = tmp_path_factory.mktemp("claims") / "stated"
+    return with_fields(onboarded.checkpoint("mixtral"), folder, **STATED)
+
+
+def test_onboarding_stops_at_what_is_not_true_and_says_what_to_do(source):
+    with pytest.raises(NotProven) as raised:
+        specify_checkpoint(source, "x", {}, lambda line: None)
+    (told,) = raised.value.unproven
+    assert told.where == 'config.json: scoring_func = "sigmoid"'
+    assert "router scores: softmax" in told.why
+    assert "decisions.yaml" in told.why
+
+
+def test_a_person_may_accept_it_and_the_reports_tell(source):
+    decisions = {"ignore_config": {"scoring_func": "an old export"}}
+    specification, ledger = specify_checkpoint(source, "x", decisions, lambda line: None)
+    assert {c.field: c.verdict for c in specification.claims} == {
+        "scoring_func": "contradicted",
+        "topk_method": "confirmed",
+        "global_head_dim": "not the tensors'",
+        "aux_loss_alpha": "beside the point",
+    }
+    assert [f.what for f in ledger.findings if "global_head_dim" in f.what] == [
+        "global_head_dim=99 is stated, and not true of the tensors"
+    ]
+    plan = make_plan(specification.spec, devices=8, mode="lora", tokens_per_device=64)
+    findings = Findings(claims=specification.claims, ignored_config=decisions["ignore_config"])
+    for page in (render_markdown, render_html):
+        text = page(specification.spec, ledger, plan, findings, Alignment())
+        sections = re.split("Stated", text.partition("varied one at a time")[2])
+        assert "topk_method" in sections[1]
+        assert "true" in sections[1].splitlines()[0]
+        assert "an old export" in sections[2]
+        assert "99" in sections[3]
+        assert "training loss" in sections[4]

@@ -11,6 +11,7 @@ import pytest
 import yaml
 
 from dayzero.onboard.align import Alignment
+from dayzero.onboard.claims import Claim
 from dayzero.onboard.classify import Ledger
 from dayzero.onboard.generate import Unsafe, call, model_py, proof_line, render_package, source_text, weights_py
 from dayzero.onboard.interventions import Intervention
@@ -90,7 +91,8 @@ def test_text_of_a_checkpoint_reaches_a_package_as_literals_only(parts, nasty, t
     ]
     ledger = ledger.model_copy(update={"groups": groups, "quantization": {nasty: nasty}, "unread_config": [nasty]})
     found = Intervention(field=nasty, value=nasty, altered=[nasty], effect="unexplained", detail=nasty)
-    findings = Findings(interventions=[found], ignored_config={nasty: nasty})
+    claims = [Claim(field=nasty, states=nasty, verdict=v, proven=nasty) for v in ("confirmed", "contradicted")]
+    findings = Findings(interventions=[found], claims=claims, ignored_config={nasty: nasty})
     files = render(parts, spec=spec, ledger=ledger, findings=findings)
     clean = render(parts)
     for name in ("model.py", "operators/swiglu.py", "tests/test_package.py"):
