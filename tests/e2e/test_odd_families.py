@@ -1,0 +1,115 @@
+"""Families of unusual layers through training and export: adapters that PEFT loads, indexers with a loss of their own."""
+
+import json
+import random
+
+import handmade
+import pytest
+import tiny
+import torch
+from peft import PeftModel
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
+from zoo import families
+from zoo.conformance import write_checkpoint
+
+from dayzero.onboard.agent import specify_checkpoint
+from dayzero.onboard.checkpoint import read_checkpoint
+from dayzero.runtime import launch
+from dayzero.runtime.errors import InputError
+from dayzero.runtime.export import export
+from dayzero.runtime.job import prepare
+from dayzero.runtime.metrics import read_metrics
+
+WORDS = ["the", "cat", "sat", "on", "a", "mat", "and", "saw", "an", "old", "dog"]
+SETTINGS = ["data.max_length=64", "data.tokens_per_rank=64", "log.tensorboard=false", "train.precision=fp32"]
+SETTINGS += ["optimizer.lr=1e-2", "optimizer.warmup=1", "optimizer.clip=1e6", "train.steps=3"]
+LINEARS = {
+    "deepseek_v32": {"kv_a_proj_with_mqa", "kv_b_proj", "o_proj", "q_a_proj", "q_b_proj", "gate_proj", "up_proj"},
+    "recurrent_gemma": {"linear_x", "linear_y", "linear_out", "q_proj", "v_proj", "gate_proj", "down_proj"},
+}
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("odd")
+    draw = random.Random(0)
+    with (folder / "data.jsonl").open("w") as stream:
+        for _ in range(30):
+            question, answer = (" ".join(draw.choices(WORDS, k=draw.randint(2, 9))) for _ in range(2))
+            messages = [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
+            stream.write(json.dumps({"messages": messages}) + "\n")
+    packages = {}
+
+    def package(family):
+        if family not in packages:
+            packages[family] = _package(family, folder / family)
+        return packages[family], folder / "data.jsonl"
+
+    return package
+
+
+def _package(family, folder):
+    """A package whose checkpoint has room for the words of the tokenizer of tests/tiny.py."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(families.SIZES, "vocab_size", tiny.VOCABULARY)
+        checkpoint = write_checkpoint(family, folder / "checkpoint")
+    tiny.load("demo/checkpoint.py").tiny_tokenizer(tiny.VOCABULARY).save_pretrained(checkpoint)
+    specification, _ = specify_checkpoint(read_checkpoint(checkpoint), family, {}, lambda line: None)
+    package = folder / "package"
+    package.mkdir()
+    (package / "spec.json").write_text(specification.spec.model_dump_json())
+    (package / "model.py").write_text(handmade.MODEL)
+    (package / "weights.py").write_text(handmade.WEIGHTS)
+    (package / "checkpoint").symlink_to(checkpoint)
+    return package
+
+
+def train(package, data, run, *settings):
+    job = prepare(package, data=data, eval_data=data, run=run, world=1, overrides=[*SETTINGS, *settings])
+    launch.run(job, 1)
+    return run
+
+
+@pytest.mark.parametrize("family", LINEARS)
+def test_adapters_train_and_peft_loads_them(made, family, tmp_path):
+    package, data = made(family)
+    run = train(package, data, tmp_path / "run", "lora.rank=3", "checkpoint.every=1", "checkpoint.keep_best=1")
+    records = [record["eval_loss"] for record in read_metrics(run) if "eval_loss" in record]
+    assert records[-1] < records[0]
+    report = export(run, tmp_path / "merged", best=True)
+    assert report.step == 1 + min(range(3), key=lambda step: records[step + 1])
+    last = export(run, tmp_path / "last")
+    assert last.step == 3
+    adapter = export(run, tmp_path / "adapter", adapter=True)
+    tensors = load_file(tmp_path / "adapter" / "adapter_model.safetensors")
+    assert adapter.tensors == len(tensors) == 2 * adapter.changed
+    assert LINEARS[family] <= {name.split(".")[-3] for name in tensors}
+    ids = torch.arange(9)[None] * 7
+    with torch.no_grad():
+        base = AutoModelForCausalLM.from_pretrained(package / "checkpoint", dtype=torch.float32)
+        before = base(ids, use_cache=False).logits
+        adapted = PeftModel.from_pretrained(base, tmp_path / "adapter")(ids, use_cache=False).logits
+        merged = AutoModelForCausalLM.from_pretrained(tmp_path / "last", dtype=torch.float32)(ids, use_cache=False)
+    assert (adapted - merged.logits).norm() <= 1e-5 * merged.logits.norm()
+    assert (adapted - before).norm() > 1e-3 * before.norm()
+
+
+def test_indexers_learn_by_their_own_loss_and_are_frozen_without(made, tmp_path):
+    package, data = made("deepseek_v32")
+    frozen = train(package, data, tmp_path / "frozen", "train.mode=full")
+    assert all(record["indexer_loss"] is None for record in read_metrics(frozen) if "loss" in record)
+    trained = train(package, data, tmp_path / "trained", "train.mode=full", "train.indexer_loss=all", "train.steps=6")
+    losses = [record["indexer_loss"] for record in read_metrics(trained) if "loss" in record]
+    assert losses[-1] < losses[0]
+    source = load_file(package / "checkpoint" / "model.safetensors")
+    for run, moves in ((frozen, False), (trained, True)):
+        export(run, tmp_path / f"{run.name}-out")
+        after = load_file(tmp_path / f"{run.name}-out" / "model.safetensors")
+        indexers = [name for name in source if ".indexer." in name]
+        assert indexers
+        assert all(torch.equal(after[name], source[name]) != moves for name in indexers if name.endswith("weight"))
+    for settings, says in ((["train.mode=lora"], "train.mode=lora"), ([], "no layer with an indexer")):
+        other = package if settings else made("recurrent_gemma")[0]
+        with pytest.raises(InputError, match=says):
+            train(other, data, tmp_path / "no", "train.mode=full", "train.indexer_loss=selected", *settings)
