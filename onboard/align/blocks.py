@@ -95,7 +95,7 @@ def blocks_rung(generated: Package, config: Mapping[str, Any]) -> Rung:
     except NotLoaded as error:
         return judge({str(error): float("inf")}, THRESHOLDS["L1"])
     generator = torch.Generator().manual_seed(6)
-    ids = torch.randint(3, generated.spec.vocabulary, (2, SEQUENCE), generator=generator)
+    ids = torch.randint(3, generated.spec.tokens, (2, SEQUENCE), generator=generator)
     calls, _ = record_calls(reference, ids)
     bounds = torch.arange(0, ids.numel() + 1, SEQUENCE)
     position = torch.arange(SEQUENCE).repeat(2)

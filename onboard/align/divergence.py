@@ -28,7 +28,7 @@ def first_divergence(generated: Package, config: Mapping[str, Any]) -> str:
         ours, reference = loaded_pair(generated, config, seed=7)
     except NotLoaded as error:
         return str(error)
-    ids = torch.randint(3, generated.spec.vocabulary, (1, SEQUENCE), generator=torch.Generator().manual_seed(8))
+    ids = torch.randint(3, generated.spec.tokens, (1, SEQUENCE), generator=torch.Generator().manual_seed(8))
     calls, logits = record_calls(reference, ids)
     seen = watched(ours, ids)
     last = ("the logits, their scale or their cap", seen.logits, [logits])

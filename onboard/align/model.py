@@ -18,6 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from dayzero.onboard import remote_code
 from dayzero.onboard.align.divergence import first_divergence
 from dayzero.onboard.align.ladder import THRESHOLDS, Rung, judge
 from dayzero.onboard.align.loading import NotLoaded, load
@@ -79,7 +80,7 @@ def _compare(generated: Package, config: Mapping[str, Any], dtype: torch.dtype) 
     rules = bind(generated.rules)
     shapes = {name: tuple(tensor.shape) for name, tensor in stored.items()}
     ours, reference = load(generated, stored).to(dtype), reference.to(dtype)
-    documents = [torch.randint(3, generated.spec.vocabulary, (n,), generator=generator) for n in LENGTHS]
+    documents = [torch.randint(3, generated.spec.tokens, (n,), generator=generator) for n in LENGTHS]
     tokens = sum(LENGTHS)
     like, chosen = _routing(ours, reference, documents[0])
     choices = _choose(tokens, chosen, _group_limits(ours), generator)
@@ -206,14 +207,17 @@ def real_weights_error(package: Package, checkpoint: Checkpoint) -> float | None
     if 8 * parameters > REAL_BYTES:
         return None
     generator = torch.Generator().manual_seed(11)
-    vocabulary = package.spec.vocabulary
+    vocabulary = package.spec.tokens
     documents = [torch.randint(0, vocabulary, (n,), generator=generator) for n in REAL_LENGTHS]
     config = load_config(checkpoint.config)
     with quiet(), torch.no_grad():
         cls = model_class(config, list(checkpoint.config["architectures"]))
+        computed = _computed_buffers(cls, config) if remote_code.current() is not None else {}
         reference = cls.from_pretrained(  # type: ignore[attr-defined]
             checkpoint.path, config=config, dtype=torch.float32, attn_implementation="eager", trust_remote_code=False
         )
+        for name, value in computed.items():
+            reference.get_buffer(name).copy_(value)
         theirs = torch.cat([reference(input_ids=document[None], use_cache=False).logits[0] for document in documents])
         del reference
     shapes = {name: header.shape for name, header in checkpoint.headers.items()}
@@ -228,3 +232,11 @@ def real_weights_error(package: Package, checkpoint: Checkpoint) -> float | None
         bounds = torch.tensor([0, *torch.tensor(REAL_LENGTHS).cumsum(0).tolist()])
         logits = ours(torch.cat(documents), bounds)
     return relative_error(logits, theirs)
+
+
+def _computed_buffers(cls: type, config: Any) -> dict[str, Tensor]:
+    """What the constructor of the checkpoint's own code computes and no file holds, such as rotary frequencies. When it
+    loads a checkpoint, transformers knows by their names which ones to compute again; others keep what memory held."""
+    made: nn.Module = cls(config)
+    saved = made.state_dict().keys()
+    return {name: buffer.clone() for name, buffer in made.named_buffers() if name not in saved}
