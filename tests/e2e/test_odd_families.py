@@ -1,4 +1,4 @@
-"""Families of unusual layers through training and export: adapters that PEFT loads, indexers with a loss of their own."""
+"""Families of unusual layers through training and export: adapters that PEFT loads, indexers with their own loss."""
 
 import json
 import random
