@@ -106,6 +106,12 @@ def plan(
     package: PackageFolder,
     devices: Annotated[int, typer.Option("--devices", min=1, help="Devices in all")],
     hbm: Annotated[float | None, typer.Option("--hbm", min=1, help="Memory of a device, GiB")] = None,
+    tp: Annotated[
+        int | None, typer.Option("--tp", min=1, help="Devices that cut every dense layer; default parallel.tp")
+    ] = None,
+    cp: Annotated[
+        int | None, typer.Option("--cp", min=1, help="Devices that share a batch's tokens; default parallel.cp")
+    ] = None,
     settings: Settings = None,
     as_json: Json = False,
 ) -> None:
@@ -128,6 +134,8 @@ def plan(
         optimizer=config.optimizer,
         asynchronous=config.checkpoint.asynchronous,
         train_indexers=config.train.indexer_loss != "none",
+        tp=tp or config.parallel.tp,
+        cp=cp or config.parallel.cp,
     )
     if as_json:
         print(json.dumps({"command": "plan", "ok": True, **result.model_dump(mode="json")}))

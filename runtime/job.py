@@ -3,7 +3,7 @@
 import json
 import os
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +11,7 @@ import torch
 
 from dayzero.runtime.checkpointing import checkpoints
 from dayzero.runtime.config import TrainConfig, load_config
+from dayzero.runtime.context_parallel import check_context_parallel
 from dayzero.runtime.data import Example, Examples, load_tokenizer, read_examples
 from dayzero.runtime.errors import InputError
 from dayzero.runtime.headers import read_headers
@@ -22,6 +23,7 @@ from dayzero.runtime.optimizer import make_optimizer
 from dayzero.runtime.package import Package, load_package
 from dayzero.runtime.parallel import Layout
 from dayzero.runtime.processes import device_gib
+from dayzero.runtime.tensor_parallel import check_tensor_parallel
 
 
 @dataclass(frozen=True)
@@ -40,7 +42,7 @@ class Job:
 
     @property
     def batches_per_step(self) -> int:
-        return self.layout.world * self.config.train.accumulation
+        return self.layout.batches * self.config.train.accumulation
 
 
 def prepare(
@@ -72,7 +74,8 @@ def prepare(
     before = _record_of(run) if resume else {}
     file, overrides = made.folder / "train.yaml", list(overrides)
     config = load_config(before.get("config", file if file.is_file() else None), overrides)
-    config, notes = _same_batches(config, overrides, before.get("batches_per_step"), world)
+    together = config.parallel.tp * config.parallel.cp
+    config, notes = _same_batches(config, overrides, before.get("batches_per_step"), max(1, world // together))
     data, eval_data = data or _path(before, "data"), eval_data or _path(before, "eval_data")
     if data is None:
         raise InputError("--data", found="left out", expected="a file of training examples")
@@ -86,6 +89,7 @@ def prepare(
         )
     layout = _layout(made, config, world)
     layout.check_experts([m.experts.experts for m in model.modules() if isinstance(m, MixtureOfExperts)])
+    _check_shared_batches(model, config)
     if made.checkpoint is None:
         raise InputError(
             str(made.folder / "checkpoint"),
@@ -213,6 +217,13 @@ def _path(record: dict[str, Any], name: str) -> Path | None:
 
 def _layout(package: Package, config: TrainConfig, world: int) -> Layout:
     replicate, ep = config.parallel.dp_replicate, config.parallel.ep
+    together = config.parallel.tp * config.parallel.cp
+    if world % together:
+        raise InputError(
+            "parallel.tp",
+            found=f"{config.parallel.tp}, with cp {config.parallel.cp}",
+            expected=f"a product that divides the {world} ranks",
+        )
     if ep == "auto":
         from dayzero.runtime.plan import make_plan
 
@@ -227,13 +238,38 @@ def _layout(package: Package, config: TrainConfig, world: int) -> Layout:
             optimizer=config.optimizer,
             asynchronous=config.checkpoint.asynchronous,
             train_indexers=config.train.indexer_loss != "none",
+            tp=config.parallel.tp,
+            cp=config.parallel.cp,
         )
         ep = plan.mesh.ep
         replicate = plan.mesh.dp_replicate if replicate == "auto" else replicate
     replicate = 1 if replicate == "auto" else replicate
-    if world % replicate:
-        raise InputError("parallel.dp_replicate", found=str(replicate), expected=f"a divisor of the {world} ranks")
-    return Layout(replicate, world // replicate, ep)
+    batches, tp, cp = world // together, config.parallel.tp, config.parallel.cp
+    if batches % replicate:
+        what = f"{batches} batches at a time" if together > 1 else f"{world} ranks"
+        raise InputError("parallel.dp_replicate", found=str(replicate), expected=f"a divisor of the {what}")
+    return Layout(replicate, batches // replicate, ep, tp, cp)
+
+
+def _check_shared_batches(model: CausalLM, config: TrainConfig) -> None:
+    """Raises InputError for what cannot be dealt out to the ranks that share a batch."""
+    tp, cp = config.parallel.tp, config.parallel.cp
+    if tp > 1:
+        check_tensor_parallel(model, tp)
+    if cp > 1:
+        check_context_parallel(model, cp)
+    if tp * cp > 1 and config.balance.sequence_loss:
+        raise InputError(
+            "balance.sequence_loss",
+            found=f"{config.balance.sequence_loss}, with tp {tp} and cp {cp}",
+            expected="0: a rank does not see all tokens of a document",
+        )
+    if tp > 1 and config.train.indexer_loss != "none":
+        raise InputError(
+            "train.indexer_loss",
+            found=f"{config.train.indexer_loss}, with tp {tp}",
+            expected="none: the loss of an indexer needs the attention of all heads",
+        )
 
 
 def _check_run(run: Path, resume: bool) -> None:
@@ -278,7 +314,7 @@ def _record(job: Job) -> dict[str, Any]:
         "checkpoint": str(job.checkpoint),
         "data": str(job.data.resolve()),
         "eval_data": str(job.eval_data.resolve()) if job.eval_data else None,
-        "layout": {"dp_replicate": job.layout.dp_replicate, "dp_shard": job.layout.dp_shard, "ep": job.layout.ep},
+        "layout": asdict(job.layout),
         "batches_per_step": job.batches_per_step,
         "config": job.config.model_dump(mode="json"),
     }

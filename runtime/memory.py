@@ -14,7 +14,7 @@ from functools import cached_property
 from typing import Literal
 
 import torch
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, Field
 from torch import nn
 
 from dayzero.runtime import config
@@ -27,6 +27,7 @@ from dayzero.runtime.nn.index_loss import freeze_indexers
 from dayzero.runtime.optimizer import moments_of
 from dayzero.runtime.parameter_roles import trained_parameters
 from dayzero.runtime.precision import Precision
+from dayzero.runtime.shared_batch import Sharing, cut_dimensions, kept_bytes, moved_bytes, sharing_of
 from dayzero.runtime.spec import ModelSpec
 
 Mode = Literal["lora", "full"]
@@ -35,7 +36,7 @@ GIB = 1 << 30
 
 
 class Mesh(BaseModel):
-    """dp_replicate * dp_shard = efsdp * ep = all ranks."""
+    """dp_replicate * dp_shard * tp * cp = efsdp * ep = all ranks."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -43,25 +44,34 @@ class Mesh(BaseModel):
     dp_shard: int
     ep: int
     efsdp: int
+    tp: int = Field(default=1, exclude_if=lambda tp: tp == 1)
+    cp: int = Field(default=1, exclude_if=lambda cp: cp == 1)
 
     @property
     def devices(self) -> int:
-        return self.dp_replicate * self.dp_shard
+        return self.dp_replicate * self.dp_shard * self.tp * self.cp
 
     def __str__(self) -> str:
         replicas = f"{self.dp_replicate} x " if self.dp_replicate > 1 else ""
-        return f"{replicas}dp_shard {self.dp_shard}, ep {self.ep} x efsdp {self.efsdp}"
+        shared = "".join(f", {name} {size}" for name, size in (("tp", self.tp), ("cp", self.cp)) if size > 1)
+        return f"{replicas}dp_shard {self.dp_shard}{shared}, ep {self.ep} x efsdp {self.efsdp}"
 
 
 @dataclass(frozen=True)
 class Parameter:
-    """bytes: of an element, as the rank keeps it. moments: how many the optimizer has of it."""
+    """bytes: of an element, as the rank keeps it. moments: how many the optimizer has of it. cut: the dimension that tp
+    cuts, None for none."""
 
     name: str
     shape: tuple[int, ...]
     trained: bool
     bytes: int
     moments: int = 0
+    cut: int | None = None
+
+    def shape_on(self, tp: int) -> tuple[int, ...]:
+        """Of the part that one of the ranks of tp computes with."""
+        return self.shape if self.cut is None else _first(self.shape, tp, self.cut)
 
 
 @dataclass(frozen=True)
@@ -77,12 +87,17 @@ class Unit:
     def elements(self, mesh: Mesh, trained_only: bool = False) -> int:
         """Of the whole unit on this rank, once gathered."""
         share = mesh.ep if self.experts else 1
-        return sum(math.prod(p.shape) // share for p in self.parameters if p.trained or not trained_only)
+        held = (p for p in self.parameters if p.trained or not trained_only)
+        return sum(math.prod(p.shape_on(mesh.tp)) // share for p in held)
 
     def local(self, mesh: Mesh) -> list[tuple[Parameter, tuple[int, ...]]]:
         """(parameter, shape of the part that rank 0 keeps)."""
         if not self.experts:
-            return [(p, _first(p.shape, mesh.dp_shard)) for p in self.parameters]
+            others = mesh.dp_shard * mesh.cp
+            return [
+                (p, _first(p.shape_on(mesh.tp), others if p.cut is not None else others * mesh.tp))
+                for p in self.parameters
+            ]
         shapes = [(p.shape[0] // mesh.ep, *p.shape[1:]) for p in self.parameters]
         even = all(shape[0] % mesh.efsdp == 0 for shape in shapes)
         sliceable = all(len(shape) > 1 and shape[1] % mesh.efsdp == 0 for shape in shapes)
@@ -97,11 +112,12 @@ def _first(shape: tuple[int, ...], ranks: int, dim: int = 0) -> tuple[int, ...]:
 
 @dataclass(frozen=True)
 class Kind:
-    """A kind of layer. moes: its routed parts."""
+    """A kind of layer. moes: its routed parts. sharing: of the ranks that share a batch."""
 
     dense: Unit
     experts: tuple[Unit, ...]
     moes: tuple[MixtureOfExperts, ...]
+    sharing: Sharing
 
 
 @dataclass(frozen=True)
@@ -158,12 +174,13 @@ def measure(
     optimizer: config.Optimizer | None = None,
     asynchronous: bool = True,
     train_indexers: bool = False,
+    tp: int = 1,
 ) -> Model:
     """The shapes of the model that a run trains. Takes no memory to speak of, and time only for the kinds of layers.
-    asynchronous: checkpoints are written from a copy. train_indexers: their own loss does.
+    asynchronous: checkpoints are written from a copy. train_indexers: their own loss does. tp: ranks that cut it.
 
     Trained parameters are float32, as `precision.keep_parameters` makes them; frozen ones keep the commonest dtype of
-    the checkpoint in a bf16 run. Raises InputError for a model without anything to adapt.
+    the checkpoint in a bf16 run. Raises InputError for a model without anything to adapt, or that tp cannot cut.
     """
     used = sorted({run.kind for run in spec.layers})
     runs = [{"first": place, "count": 1, "kind": kind} for place, kind in enumerate(used)]
@@ -175,13 +192,21 @@ def measure(
         freeze_indexers(model)
     frozen = 2 if precision == "bf16" and _is_narrow(spec) else WIDE
     optimizer = optimizer or config.Optimizer()
+    cut = cut_dimensions(model, tp)
     moments = {id(one.parameter): moments_of(one.role, optimizer) for one in trained_parameters(model)}
 
     def unit(name: str, module: nn.Module, without: Sequence[nn.Module], experts: bool = False) -> Unit:
         elsewhere = {id(p) for other in without for p in other.parameters()}
         own = {name: p for name, p in module.named_parameters() if id(p) not in elsewhere}
         made = (
-            Parameter(n, tuple(p.shape), p.requires_grad, WIDE if p.requires_grad else frozen, moments.get(id(p), 0))
+            Parameter(
+                n,
+                tuple(p.shape),
+                p.requires_grad,
+                WIDE if p.requires_grad else frozen,
+                moments.get(id(p), 0),
+                cut.get(id(p)),
+            )
             for n, p in own.items()
         )
         inside = {id(b) for other in without for b in other.buffers()}
@@ -194,7 +219,7 @@ def measure(
         inner = tuple(unit(f"layers of kind {kind}: {name}", module, [], True) for name, module in containers)
         moes = tuple(module for module in layer.modules() if isinstance(module, MixtureOfExperts))
         dense = unit(f"layers of kind {kind}", layer, [module for _, module in containers])
-        kinds.append(Kind(dense, inner, moes))
+        kinds.append(Kind(dense, inner, moes, sharing_of(layer, tp)))
     head = model.embed if model.head is None else model.head
     root = unit("root: embedding, last norm, head", model, list(model.layers))
     if precision == "bf16":
@@ -228,7 +253,7 @@ def _short(model: CausalLM, targets: list[str]) -> tuple[str, ...]:
 
 def memory(model: Model, mesh: Mesh, tokens: int, recompute: bool, loss_chunk: int | None) -> dict[str, int]:
     """Bytes by line, at the worst moment of each: `state_memory` and `batch_memory` together."""
-    return state_memory(model, mesh) | batch_memory(model, mesh.ep, tokens, recompute, loss_chunk)
+    return state_memory(model, mesh) | batch_memory(model, mesh.ep, tokens, recompute, loss_chunk, mesh.tp, mesh.cp)
 
 
 def state_memory(model: Model, mesh: Mesh) -> dict[str, int]:
@@ -282,15 +307,23 @@ def host_memory(model: Model, mesh: Mesh) -> dict[str, int]:
     return lines | ({"host_copy": copied} if model.saves_copy else {})
 
 
-def batch_memory(model: Model, ep: int, tokens: int, recompute: bool, loss_chunk: int | None) -> dict[str, int]:
-    """What a batch of T tokens takes on its rank.
+def batch_memory(
+    model: Model, ep: int, tokens: int, recompute: bool, loss_chunk: int | None, tp: int = 1, cp: int = 1
+) -> dict[str, int]:
+    """What a batch of T tokens takes on its rank, or on each of the cp * tp ranks that share it. T is then T / (cp tp)
+    below: blocks that run on more rows are as much narrower.
 
     activations: what every layer keeps for its backward pass; with recompute, its output, what it leaves for later
         layers and its selections, and all that the largest layer keeps. In both cases what the layer with the largest
         need works with beside that (`activations`), and 2 c T H for the last norm.
     expert_copies: rows on their way between the ranks of an exchange (`activations.travelling_bytes`).
-    logits: min(T, chunk) * V * (8 + c, or 8 if c is 4), and c V H for the gradient of a trained head in chunks.
+    logits: min(T, chunk) * V * (8 + c, or 8 if c is 4), and c V H for the gradient of a trained head in chunks. V / tp
+        of T / cp tokens where tp cuts the vocabulary.
+    shared_rows: gathered inputs, keys and values (`shared_batch.kept_bytes`) of all layers, or of the largest.
     """
+    shared = [kept_bytes(kind.sharing, model.compute, tokens, tp, cp) for kind in model.kinds]
+    part = -(-tokens // cp)
+    tokens = -(-part // tp)
     compute, hidden = model.compute, model.hidden
     layers = model.layer_bytes(tokens)
     most = max(working(layer, ep) for layer in layers)
@@ -299,12 +332,14 @@ def batch_memory(model: Model, ep: int, tokens: int, recompute: bool, loss_chunk
         activations = between + max(kept(layer, ep) + working(layer, ep) for layer in layers)
     else:
         activations = sum(kept(layers[i], ep) for i in model.order) + most
-    chunk = min(tokens, loss_chunk or tokens)
-    logits = chunk * model.vocabulary * (8 + (compute if compute < WIDE else 0))
-    if model.head_trained and chunk < tokens:
-        logits += compute * model.vocabulary * hidden
+    of_head, vocabulary = (part, model.vocabulary // tp) if model.vocabulary % tp == 0 else (tokens, model.vocabulary)
+    chunk = min(of_head, loss_chunk or of_head)
+    logits = chunk * vocabulary * (8 + (compute if compute < WIDE else 0))
+    if model.head_trained and chunk < of_head:
+        logits += compute * vocabulary * hidden
     moes = [moe for kind in model.kinds for moe in kind.moes]
-    return {
+    rows = {"shared_rows": max(shared) if recompute else sum(shared[i] for i in model.order)} if tp * cp > 1 else {}
+    return rows | {
         "activations": activations + 2 * compute * tokens * hidden,
         "expert_copies": max((travelling_bytes(moe, compute, tokens, ep) for moe in moes), default=0),
         "logits": logits,
@@ -332,23 +367,40 @@ def communication(model: Model, mesh: Mesh, tokens: int, recompute: bool, per_no
     all_gather: c * the unit, twice (forward, backward), but once for the root, which stays gathered.
     reduce_scatter: 4 * trained elements of the unit. all_reduce: 8 * trained elements kept, with dp_replicate.
     all_to_all: c T R H for each exchange, R ranks a token (`activations.ranks_of_a_token`): 2 forward, 2 backward, 2
-    again with recompute.
+    again with recompute. With tp or cp, T is T / (cp tp), the ranks of tp are neighbours and gather a unit's other
+    parameters with those of cp and dp_shard, and shared_rows is what blocks gather and sum (`shared_batch`).
     """
-    gather, scatter, reduce, exchange = (_zero() for _ in range(4))
+    gather, scatter, reduce, exchange, shared = (_zero() for _ in range(5))
+    together = mesh.tp * mesh.cp
     for unit, count in model.units:
-        ranks, stride = (mesh.efsdp, mesh.ep) if unit.experts else (mesh.dp_shard, 1)
         passes = 1 if unit is model.root else 2
-        _add(gather, count * passes * model.compute * unit.elements(mesh), ranks, stride, per_node)
-        trained = unit.elements(mesh, trained_only=True)
-        _add(scatter, count * WIDE * trained, ranks, stride, per_node)
+        for ranks, stride, elements, trained in _gathered(unit, mesh):
+            _add(gather, count * passes * model.compute * elements, ranks, stride, per_node)
+            _add(scatter, count * WIDE * trained, ranks, stride, per_node)
         if not unit.experts:
             local = sum(math.prod(shape) for p, shape in unit.local(mesh) if p.trained)
-            _add(reduce, count * 2 * WIDE * local, mesh.dp_replicate, mesh.dp_shard, per_node)
+            _add(reduce, count * 2 * WIDE * local, mesh.dp_replicate, mesh.dp_shard * together, per_node)
     for i in model.order:
+        over_tp, over_cp = moved_bytes(model.kinds[i].sharing, model.compute, tokens, mesh.tp, mesh.cp, recompute)
+        _add(shared, over_tp, mesh.tp, 1, per_node)
+        _add(shared, over_cp, mesh.cp, mesh.tp, per_node)
         for moe in model.kinds[i].moes:
-            size = int(model.compute * tokens * ranks_of_a_token(moe, mesh.ep) * moe.experts.hidden)
+            own = -(-tokens // together)
+            size = int(model.compute * own * ranks_of_a_token(moe, mesh.ep) * moe.experts.hidden)
             _add(exchange, (6 if recompute else 4) * size, mesh.ep, 1, per_node)
-    return {"all_gather": gather, "reduce_scatter": scatter, "all_reduce": reduce, "all_to_all": exchange}
+    kinds = {"all_gather": gather, "reduce_scatter": scatter, "all_reduce": reduce, "all_to_all": exchange}
+    return kinds | ({"shared_rows": shared} if together > 1 else {})
+
+
+def _gathered(unit: Unit, mesh: Mesh) -> list[tuple[int, int, int, int]]:
+    """(ranks, how far apart they stand, elements, trained elements) of each group of parameters that is gathered."""
+    if unit.experts:
+        return [(mesh.efsdp, mesh.ep, unit.elements(mesh), unit.elements(mesh, trained_only=True))]
+    whole = Unit(unit.name, tuple(p for p in unit.parameters if p.cut is None))
+    cut = Unit(unit.name, tuple(p for p in unit.parameters if p.cut is not None))
+    others = mesh.dp_shard * mesh.cp
+    groups = [(whole, others * mesh.tp, 1), (cut, others, mesh.tp)]
+    return [(n, apart, part.elements(mesh), part.elements(mesh, trained_only=True)) for part, n, apart in groups]
 
 
 def _zero() -> dict[str, int]:

@@ -1,6 +1,7 @@
 """How a model is trained on given devices: the mesh, what is recomputed, and the memory that it takes, line by line."""
 
 import itertools
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,6 +12,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 from rich.console import Console
 
 from dayzero.runtime import config, plan_table
+from dayzero.runtime.context_parallel import check_context_parallel
 from dayzero.runtime.errors import InputError
 from dayzero.runtime.memory import (
     GIB,
@@ -154,22 +156,32 @@ def make_plan(
     optimizer: config.Optimizer | None = None,
     asynchronous: bool = True,
     train_indexers: bool = False,
+    tp: int = 1,
+    cp: int = 1,
 ) -> Plan:
     """The layout that moves the fewest bytes among those that fit into `hbm_gib` GiB a device.
 
     Searches ep over the common divisors of devices and experts, dp_replicate over the divisors of devices, recompute
     on and off, and chunks of the loss. If nothing fits: the layout that needs least, with fits=False and advice.
     asynchronous: checkpoints are written from a copy in host memory. train_indexers: by the loss of their own.
+    tp, cp: ranks that share a batch; these are not searched, and `tokens_per_device` is then a batch of them together.
     Raises InputError for fewer than one device or token, or a model without anything to adapt.
     """
     sizes = {"devices": devices, "tokens_per_device": tokens_per_device, "devices_per_node": devices_per_node}
     for name, value in sizes.items():
         if value < 1:
             raise InputError(name, found=str(value), expected="1 or more")
+    if devices % (tp * cp):
+        raise InputError(
+            "parallel.tp", found=f"{tp}, with cp {cp}", expected=f"a product that divides the {devices} devices"
+        )
     optimizer = optimizer or config.Optimizer()
-    model = measure(spec, mode, precision, lora_rank, optimizer, asynchronous, train_indexers)
+    model = measure(spec, mode, precision, lora_rank, optimizer, asynchronous, train_indexers, tp)
+    if cp > 1:
+        check_context_parallel(model.built, cp)
     hbm = None if hbm_gib is None else int(hbm_gib * GIB)
-    candidates = list(_candidates(model, devices, tokens_per_device, devices_per_node, known=hbm is not None))
+    shared = (tp, cp)
+    candidates = list(_candidates(model, devices, tokens_per_device, devices_per_node, hbm is not None, shared))
     fitting = [candidate for candidate in candidates if candidate.fits(hbm)]
     best = min(fitting, key=lambda c: c.cost) if fitting else min(candidates, key=lambda c: c.total)
     return Plan(
@@ -192,7 +204,7 @@ def make_plan(
             PlannedUnit(
                 name=unit.name,
                 count=count,
-                parameters=unit.elements(best.mesh) * (best.mesh.ep if unit.experts else 1),
+                parameters=sum(math.prod(parameter.shape) for parameter in unit.parameters),
                 over="efsdp" if unit.experts else "dp_shard",
             )
             for unit, count in model.units
@@ -225,16 +237,22 @@ def read_plan(file: Path) -> Plan:
         raise InputError(f"{file}: {field}", found=str(first["input"])[:80], expected=first["msg"]) from None
 
 
-def _candidates(model: Model, devices: int, tokens: int, per_node: int, known: bool) -> Iterator[Candidate]:
-    """known: whether the device's memory is. Otherwise the choices that need least of it are made beforehand."""
+def _candidates(
+    model: Model, devices: int, tokens: int, per_node: int, known: bool, shared: tuple[int, int]
+) -> Iterator[Candidate]:
+    """known: whether the device's memory is. Otherwise the choices that need least of it are made beforehand. shared:
+    tp and cp."""
+    tp, cp = shared
+    batches = devices // (tp * cp)
     counts = {moe.experts.experts for kind in model.kinds for moe in kind.moes}
     choices = list(itertools.product((False, True), LOSS_CHUNKS)) if known else [(True, SMALL_CHUNK)]
     for ep in divisors(devices):
         if ep > 1 and (not counts or any(count % ep for count in counts)):
             continue
-        batch = {choice: batch_memory(model, ep, tokens, *choice) for choice in choices}
-        for replicate in divisors(devices) if known else [1]:
-            mesh = Mesh(dp_replicate=replicate, dp_shard=devices // replicate, ep=ep, efsdp=devices // ep)
+        batch = {choice: batch_memory(model, ep, tokens, *choice, tp, cp) for choice in choices}
+        for replicate in divisors(batches) if known else [1]:
+            sizes = {"dp_replicate": replicate, "dp_shard": batches // replicate, "ep": ep, "efsdp": devices // ep}
+            mesh = Mesh(**sizes, tp=tp, cp=cp)
             state = state_memory(model, mesh)
             for recompute, group in itertools.groupby(choices, key=lambda choice: choice[0]):
                 moved = communication(model, mesh, tokens, recompute, per_node)
@@ -288,9 +306,9 @@ def _advice(model: Model, mode: Mode, best: Candidate, tokens: int, hbm: int, pe
     """What would fit: more devices, fewer tokens, adapters instead of all parameters."""
 
     def anything_fits(devices: int, tokens: int) -> bool:
-        return any(candidate.fits(hbm) for candidate in _candidates(model, devices, tokens, per_node, known=True))
+        return any(candidate.fits(hbm) for candidate in _candidates(model, devices, tokens, per_node, True, shared))
 
-    devices = best.mesh.devices
+    devices, shared = best.mesh.devices, (best.mesh.tp, best.mesh.cp)
     advice = [f"The least that was found needs {best.total / GIB:.1f} GiB a device, of {hbm / GIB:.1f}."]
     fewer = next((tokens // 2**i for i in range(1, 7) if tokens >> i and anything_fits(devices, tokens // 2**i)), None)
     if fewer:

@@ -19,6 +19,7 @@ LINES = {
     "gathered": "units gathered at a time",
     "reduced": "gradients of a unit on their way",
     "activations": "activations of the two passes",
+    "shared_rows": "rows, keys and values of other ranks",
     "expert_copies": "tokens on their way to experts",
     "logits": "logits of a chunk of the loss",
     "headroom": "headroom: context, fragmentation",
@@ -32,6 +33,7 @@ KINDS = {
     "reduce_scatter": "reduce-scatter of gradients",
     "all_reduce": "all-reduce over replicas",
     "all_to_all": "all-to-all of token copies",
+    "shared_rows": "rows, keys and values over tp and cp",
 }
 
 

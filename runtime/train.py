@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from rich.console import Console
 from torch import Tensor
+from torch.distributed.fsdp import FSDPModule
 
 from dayzero.runtime import checkpointing, stopping
 from dayzero.runtime.async_save import Saver
@@ -184,6 +185,9 @@ def evaluate(model: CausalLM, packer: Packer, loss_chunk: int | None, device: to
         batch = _on_device(packer.batch(step, batch_of_rank(layout)), device, layout.cp)
         total[0] += model(batch.ids, batch.cu_seqlens, batch.labels, loss_chunk)
         total[1] += (batch.labels != -100).sum()
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()  # without a backward pass the root stays gathered, and a checkpoint would hold it whole
     loss, valid = _summed(total).tolist()
     return loss / (valid / layout.together)
 

@@ -3,13 +3,13 @@
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
 from exactness import batches, whole
 
 from dayzero.runtime.config import Optimizer
 from dayzero.runtime.headers import read_headers
 from dayzero.runtime.load import load_checkpoint
 from dayzero.runtime.lora import apply_lora, reset_lora
+from dayzero.runtime.mesh import batch_of_rank
 from dayzero.runtime.optimizer import clip_gradients, gradient_norm, make_optimizer
 from dayzero.runtime.package import load_package
 from dayzero.runtime.parallel import Layout, make_meshes, parallelise
@@ -22,7 +22,7 @@ def worst_errors(folder: Path, cases: list[tuple]) -> list[dict[str, float]]:
     return [_errors(folder, *case) for case in cases]
 
 
-def _model(folder: Path, lora: bool, recomputed: bool, layout: tuple[int, int, int] | None):
+def _model(folder: Path, lora: bool, recomputed: bool, layout: tuple[int, ...] | None):
     package = load_package(folder)
     with torch.device("meta"):
         model = package.build()
@@ -49,9 +49,9 @@ def _errors(folder: Path, layout, name: str, lora: bool, recomputed: bool, accum
     """Worst relative errors of gradients before and after clipping, the norm, and what one step moved."""
     settings = Optimizer(name=name, lr=0.01, weight_decay=0.1)
     (reference, vocabulary), (model, _) = _model(folder, lora, False, None), _model(folder, lora, recomputed, layout)
-    every = [list(batches(vocabulary, rank, accumulation)) for rank in range(dist.get_world_size())]
+    every = [list(batches(vocabulary, rank, accumulation)) for rank in range(Layout(*layout).batches)]
     valid = sum(int((labels != -100).sum()) for part in every for _, labels, _ in part)
-    for one, mine in ((reference, [b for part in every for b in part]), (model, every[dist.get_rank()])):
+    for one, mine in ((reference, [b for part in every for b in part]), (model, every[batch_of_rank(Layout(*layout))])):
         for ids, labels, cu_seqlens in mine:
             (one(ids, cu_seqlens, labels) / valid).backward()
     trained = [(n, p, q) for (n, p), q in zip(model.named_parameters(), reference.parameters(), strict=True)]

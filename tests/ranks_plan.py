@@ -19,7 +19,7 @@ from dayzero.runtime.spec import ModelSpec
 
 
 def held(
-    spec: str, layout: tuple[int, int, int], mode: str, precision, stored: torch.dtype, settings: Optimizer
+    spec: str, layout: tuple[int, ...], mode: str, precision, stored: torch.dtype, settings: Optimizer
 ) -> tuple[dict[str, int], dict[str, int]]:
     """Bytes of parameters, gradients and optimizer on this rank after a step, by line of the plan; the same in host
     memory."""

@@ -70,11 +70,16 @@ def large():
         (4, (1, 4, 2), "lora", "fp32"),
         (4, (2, 2, 2), "full", "fp32"),
         (3, (1, 3, 3), "full", "bf16"),  # hidden 40 and vocabulary 307 do not divide by 3
+        (2, (1, 1, 2, 2), "full", "bf16"),
+        (4, (1, 2, 2, 2), "lora", "bf16"),
+        (4, (1, 1, 2, 2, 2), "full", "fp32"),
+        (4, (2, 1, 1, 1, 2), "full", "fp32"),
     ],
 )
 def test_parameters_gradients_and_optimizer_are_exact(spec, world, layout, mode, precision):
-    mesh = Mesh(dp_replicate=layout[0], dp_shard=layout[1], ep=layout[2], efsdp=world // layout[2])
-    model = measure(spec, mode, precision, 4)
+    tp, cp = (*layout[3:], 1, 1)[:2]
+    mesh = Mesh(dp_replicate=layout[0], dp_shard=layout[1], ep=layout[2], efsdp=world // layout[2], tp=tp, cp=cp)
+    model = measure(spec, mode, precision, 4, tp=tp)
     want = memory(model, mesh, 8, recompute=True, loss_chunk=None)
     ranks = _ranks(spec, world, layout, mode, precision)
     assert {name: want[name] for name in ranks[0][0]} == ranks[0][0]
@@ -282,3 +287,29 @@ def test_yaml_round_trip_and_errors(spec, tmp_path):
     for wrong in ({"devices": 0}, {"tokens_per_device": 0}, {"devices_per_node": 0}):
         with pytest.raises(InputError, match="1 or more"):
             make_plan(spec, **{"devices": 1, "mode": "lora", "tokens_per_device": 1, **wrong})
+
+
+def test_tensor_and_context_parallelism_divide_what_a_rank_holds(large):
+    """A batch of the same tokens for each device, on as many devices."""
+    alone, shared = (
+        make_plan(large, devices=64, mode="lora", tokens_per_device=tokens, tp=tp, cp=cp)
+        for tokens, tp, cp in ((8192, 1, 1), (8192 * 16, 8, 2))
+    )
+    assert str(shared.mesh).startswith("dp_shard 4, tp 8, cp 2, ep")
+    assert shared.mesh.devices == 64
+    one, many = alone.per_rank_bytes, shared.per_rank_bytes
+    assert one["parameters_dense"] <= many["parameters_dense"] <= 1.02 * one["parameters_dense"]
+    assert many["gathered"] < 0.6 * one["gathered"]  # experts are gathered as before
+    assert many["activations"] <= one["activations"]
+    assert many["logits"] <= one["logits"]  # a chunk of all tokens, an eighth of the vocabulary
+    assert many["shared_rows"] > 0
+    assert "shared_rows" not in one
+    assert shared.communication_bytes["shared_rows"] > 0
+    assert [unit.parameters for unit in alone.units] == [unit.parameters for unit in shared.units]
+
+
+def test_tp_and_cp_that_do_not_fit_are_refused(large):
+    with pytest.raises(InputError, match=r"tp\n.*3\n.*64 heads of layers.0.mixer"):
+        make_plan(large, devices=6, mode="lora", tokens_per_device=64, tp=3)
+    with pytest.raises(InputError, match=r"tp\n.*4, with cp 4\n.*divides the 8 devices"):
+        make_plan(large, devices=8, mode="lora", tokens_per_device=64, tp=4, cp=4)
