@@ -1,11 +1,15 @@
 """Checkpoints with layers that nobody has seen, from their own code to a trained and exported model."""
 
 import json
+import shutil
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import remote_checkpoint
+import tiny
+from safetensors.torch import load_file
 
 from dayzero.onboard import sandbox
 from dayzero.runtime.package import load_package
@@ -30,7 +34,11 @@ def onboard(*arguments):
     ids=["a new mixer", "a new residual"],
 )
 def test_a_layer_never_seen_is_copied_and_the_rest_is_proven(tmp_path, fields, module, words):
-    checkpoint = remote_checkpoint.make(tmp_path / "own", **fields)
+    tokenizer = tiny.make("llama", tmp_path / "tokenizer")
+    vocabulary = json.loads((tokenizer / "config.json").read_text())["vocab_size"]
+    checkpoint = remote_checkpoint.make(tmp_path / "own", vocab_size=vocabulary, **fields)
+    for file in tokenizer.glob("*token*.json"):
+        shutil.copy(file, checkpoint)
     code, result, said = onboard("run", checkpoint, "-o", tmp_path, "--name", "made", "--trust-remote-code", *CONFINED)
     assert (code, result["verdict"]) == (0, "PASS"), said
     assert result["blocks"]["lifted"] == 1
@@ -48,4 +56,22 @@ def test_a_layer_never_seen_is_copied_and_the_rest_is_proven(tmp_path, fields, m
     assert str(tmp_path) not in text
     assert "no_grad" not in text  # its own code would train nothing through it
     assert "past_key_values.update" not in text
-    assert onboard("check", tmp_path / "made")[0] == 0
+    assert onboard("check", tmp_path / "made")[1]["differences"] == []
+
+    rows = [{"prompt": "hi", "completion": f" row {n}"} for n in range(40)]
+    (tmp_path / "data.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    settings = "--set train.mode=full --set train.steps=8 --set optimizer.lr=1e-2 --set data.max_length=64"
+    command = f"train made --data data.jsonl --run run --json {settings} --set optimizer.warmup=0"
+    trained = runtime(tmp_path, command)
+    assert trained["loss_last"] < trained["loss_first"]
+    runtime(tmp_path, "export run -o out --json")
+    before, after = load_file(checkpoint / "model.safetensors"), load_file(tmp_path / "out" / "model.safetensors")
+    assert {n: (t.dtype, t.shape) for n, t in before.items()} == {n: (t.dtype, t.shape) for n, t in after.items()}
+    assert all(bool((before[name] != after[name]).any()) for name in before)
+
+
+def runtime(folder, command):
+    binary = Path(sys.executable).with_name("runtime")
+    made = subprocess.run([binary, *command.split()], cwd=folder, capture_output=True, text=True)
+    assert made.returncode == 0, made.stderr
+    return json.loads(made.stdout.splitlines()[-1])
