@@ -91,34 +91,60 @@ def blocks_rung(generated: Package, config: Mapping[str, Any]) -> Rung:
     Of a block that joins several modules each block inside is proven against the module that reads and gives what it
     does. What joins them, parts with several inputs, routers that are a part and scales of a layer are left to L2."""
     try:
-        ours, reference = loaded_pair(generated, config, seed=5)
+        pair = side_by_side(generated, config, seed=5)
     except NotLoaded as error:
         return judge({str(error): float("inf")}, THRESHOLDS["L1"])
     generator = torch.Generator().manual_seed(6)
-    ids = torch.randint(3, generated.spec.tokens, (2, SEQUENCE), generator=generator)
-    calls, _ = record_calls(reference, ids)
-    bounds = torch.arange(0, ids.numel() + 1, SEQUENCE)
-    position = torch.arange(SEQUENCE).repeat(2)
-    with torch.no_grad():
-        tables = tuple(rotary(position, torch.float64) for rotary in ours.rotaries)
-    errors = {
-        f"rotaries.{index}, for {path_of(spec)}": _table_error(calls.get(path_of(spec)), tables[index], len(bounds) - 1)
-        for index, spec in enumerate(generated.spec.rotaries)
-    }
-    known: set[str] = set()
-    for place in _alone(places(generated, ours), ours, ids, calls):
-        key = re.sub(r"\d+", "*", place.both) + place.spec.model_dump_json(exclude={"proof"})
-        if place.path not in calls or key in known or not place.alone:
-            continue
-        known.add(key)
-        site = site_of(calls, place.path, text_config(reference))
-        if place.joined:
-            site.call = as_streams(site.call, generated.spec.streams)
-        tried = _tried(place, _Site(site.call, site.inner, site.config, tables), generator)
+    errors = dict(pair.rotaries())
+    for place, site in pair.blocks():
+        tried = _tried(place, site, generator)
         errors[f"{place.both}: {tried.objection or tried.where}"] = tried.error if tried.proven else _failed(tried)
     rung = judge(errors, THRESHOLDS["L1"])
     failed = [name for name, error in errors.items() if not error <= THRESHOLDS["L1"]]
     return rung.model_copy(update={"where": "; ".join(failed)}) if failed else rung
+
+
+@dataclass
+class SideBySide:
+    """The generated model and the reference with the same weights, the calls of the reference's modules on documents
+    ids [B, S], and the rotary tables of ours at their positions."""
+
+    generated: Package
+    ours: Any
+    reference: nn.Module
+    ids: Tensor
+    calls: Mapping[str, Call]
+    tables: tuple[tuple[Tensor, Tensor], ...]
+
+    def rotaries(self) -> Iterator[tuple[str, float]]:
+        """Each rotary table by name, and how far it is from the reference's."""
+        for index, spec in enumerate(self.generated.spec.rotaries):
+            error = _table_error(self.calls.get(path_of(spec)), self.tables[index], len(self.ids))
+            yield f"rotaries.{index}, for {path_of(spec)}", error
+
+    def blocks(self) -> Iterator[tuple[Place, Site]]:
+        """Every distinct block that can be compared by itself, and the module that it stands for."""
+        known: set[str] = set()
+        for place in _alone(places(self.generated, self.ours), self.ours, self.ids, self.calls):
+            key = re.sub(r"\d+", "*", place.both) + place.spec.model_dump_json(exclude={"proof"})
+            if place.path not in self.calls or key in known or not place.alone:
+                continue
+            known.add(key)
+            site = site_of(self.calls, place.path, text_config(self.reference))
+            if place.joined:
+                site.call = as_streams(site.call, self.generated.spec.streams)
+            yield place, _Site(site.call, site.inner, site.config, self.tables)
+
+
+def side_by_side(generated: Package, config: Mapping[str, Any], seed: int) -> SideBySide:
+    """Both models with weights and documents drawn from the seed. Raises NotLoaded."""
+    ours, reference = loaded_pair(generated, config, seed)
+    ids = torch.randint(3, generated.spec.tokens, (2, SEQUENCE), generator=torch.Generator().manual_seed(seed + 1))
+    calls, _ = record_calls(reference, ids)
+    position = torch.arange(SEQUENCE).repeat(2)
+    with torch.no_grad():
+        tables = tuple(rotary(position, torch.float64) for rotary in ours.rotaries)
+    return SideBySide(generated, ours, reference, ids, calls, tables)
 
 
 def _failed(tried: Attempt) -> float:
@@ -168,6 +194,17 @@ class _Generated(Candidate):
 
 def _tried(place: Place, site: Site, generator: torch.Generator) -> Attempt:
     """The block against its module, on the captured input and on others, as the search tries a candidate."""
+    try:
+        candidate = as_candidate(place, site)
+    except NoRule as error:
+        return Attempt(Candidate(place.spec.block, {}, {}), float("inf"), "weights", str(error))
+    return attempt(candidate, site, generator, thorough=True, gains=_GAINS)
+
+
+def as_candidate(place: Place, site: Site) -> Candidate:
+    """The generated block as a claim about the module, its parameters found in the module's by their values.
+
+    Raises NoRule for a parameter that holds something else."""
     copied = any(block.block == "Lifted" for block in place.spec.walk())
     candidate = _Generated(place.spec.block, {}, {}, made=place.module, copied=copied)
     stored, sources = StoredValues(state_of(site.module)), {}
@@ -175,7 +212,6 @@ def _tried(place: Place, site: Site, generator: torch.Generator) -> Attempt:
         try:
             sources[name] = express(value.detach(), stored)
         except NoRule:
-            missing = f"{name} does not hold what {place.path} does"
-            return Attempt(candidate, float("inf"), "weights", missing)
+            raise NoRule(f"{name} does not hold what {place.path} does") from None
     candidate.parameters = sources
-    return attempt(candidate, site, generator, thorough=True, gains=_GAINS)
+    return candidate
