@@ -93,7 +93,9 @@ def specify_checkpoint(
         raise NotProven([Unproven("config.json: quantization_config", why)])
     _refuse_own_code(checkpoint)
     specification = specify(checkpoint.config, checkpoint.identity(), name, tell, checkpoint.headers)
-    ledger = settle(classify(checkpoint), checkpoint, specification.spec, real_shapes(specification.spec))
+    ledger = settle(
+        classify(checkpoint), checkpoint, specification.spec, real_shapes(specification.spec), specification.towers
+    )
     ignored = decisions.get("ignore_config") or {}
     unread = [field for field in specification.unread if field not in ignored]
     claims = [claim for claim in specification.claims if not {claim.field, claim.field.split(".")[0]} & ignored.keys()]

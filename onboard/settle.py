@@ -2,7 +2,7 @@
 
 import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from dayzero.onboard.checkpoint import Checkpoint
@@ -16,12 +16,24 @@ if TYPE_CHECKING:  # the blocks need torch, which takes longer to import than a 
     from dayzero.runtime.spec import ModelSpec
 
 
-def settle(ledger: Ledger, checkpoint: Checkpoint, spec: "ModelSpec", shapes: Mapping[str, tuple[int, ...]]) -> Ledger:
+def numberless(name: str) -> str:
+    """The name with `{n}` for every part of it that is a number."""
+    return re.sub(r"(?<=\.)\d+(?=\.|$)", "{n}", name)
+
+
+def settle(
+    ledger: Ledger,
+    checkpoint: Checkpoint,
+    spec: "ModelSpec",
+    shapes: Mapping[str, tuple[int, ...]],
+    towers: Collection[str] = (),
+) -> Ledger:
     """The ledger with the fate that the proven rules give every tensor.
 
-    shapes: of the real model's parameters. Raises InputError where a rule needs a tensor that the checkpoint does not
-    have, or one of another shape, or where tensors that the reference keeps one of are two: the config and the files
-    disagree.
+    shapes: of the real model's parameters. towers: patterns (`numberless`) of tensors that the reference was seen to
+    have no use for when it reads text; they are carried. Raises InputError where a rule needs a tensor that the
+    checkpoint does not have, or one of another shape, or where tensors that the reference keeps one of are two: the
+    config and the files disagree.
     """
     from dayzero.runtime.weights import bind, check_coverage
 
@@ -48,7 +60,7 @@ def settle(ledger: Ledger, checkpoint: Checkpoint, spec: "ModelSpec", shapes: Ma
     open_names: list[str] = []
     groups = []
     for folded, group in zip(fold_checkpoint(checkpoint.headers).groups, ledger.groups, strict=True):
-        fates = {name: _fate(name, group.part, target) for name in folded.names}
+        fates = {name: _fate(name, group.part, target, towers) for name in folded.names}
         open_names += [name for name, (fate, _, _) in fates.items() if fate == "open"]
         fate, parameter, reason = fates[folded.names[0]]
         if any(other[0] != fate for other in fates.values()):
@@ -63,13 +75,15 @@ def settle(ledger: Ledger, checkpoint: Checkpoint, spec: "ModelSpec", shapes: Ma
     return ledger.model_copy(update={"groups": groups, "unaccounted": sorted(open_names)})
 
 
-def _fate(name: str, part: str, target: Mapping[str, str]) -> tuple[Fate, str | None, str]:
+def _fate(name: str, part: str, target: Mapping[str, str], towers: Collection[str]) -> tuple[Fate, str | None, str]:
     if name in target:
         return "mapped", target[name], ""
     if name.endswith("rotary_emb.inv_freq"):
         return "ignored", None, "computed from the config; the rotary proof covers it"
     if part in CARRIED:
         return "carried", None, CARRIED[part]
+    if numberless(name) in towers:
+        return "carried", None, "the reference does not use it when it reads text"
     return "open", None, "no parameter of the proven model is made of it"
 
 

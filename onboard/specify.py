@@ -40,6 +40,7 @@ from dayzero.onboard.reference import (
     text_prefix,
 )
 from dayzero.onboard.rules import NoRule, find_rules, full_rules, layer_templates
+from dayzero.onboard.settle import numberless
 from dayzero.onboard.shrink import SEQUENCE, NoSmallSizes, shrink_model
 from dayzero.runtime.errors import InputError
 from dayzero.runtime.packed import Header, quantised_groups
@@ -61,7 +62,8 @@ class Tried(Record):
 class Specification(Record):
     """spec: of the real model. shrunk: of the small one, whose config is shrunk_config. tried: one entry a distinct
     block. unread: config fields that nobody explains. interventions: what became of the model when fields changed.
-    claims: what fields say that the reference does not compute with, and whether it is so."""
+    claims: what fields say that the reference does not compute with, and whether it is so. towers: patterns of the
+    tensors that the reference has no use for when it reads text."""
 
     spec: ModelSpec
     shrunk: ModelSpec
@@ -70,6 +72,7 @@ class Specification(Record):
     unread: list[str]
     interventions: list[Intervention]
     claims: list[Claim]
+    towers: list[str]
 
 
 def specify(
@@ -111,7 +114,9 @@ def specify(
     load_reference(shrunk_model, reference, proven)
     _prove_composition(shrunk_model, reference, ids)
     try:
-        stored = without_towers(reference, ids, proven.parts.calls, on_disk(reference))
+        stored = on_disk(reference)
+        towers = idle_on_text(reference, ids, proven.parts.calls, stored)
+        stored = {name: tensor for name, tensor in stored.items() if name not in towers}
         found = find_rules(shrunk_model.state_dict(), with_shared(reference, stored))
         templates = layer_templates(found)
     except NoRule as error:
@@ -145,14 +150,15 @@ def specify(
         unread=unread,
         interventions=interventions,
         claims=claims,
+        towers=sorted({numberless(name) for name in towers}),
     )
 
 
-def without_towers(
+def idle_on_text(
     reference: nn.Module, ids: torch.Tensor, calls: Mapping[str, Call], stored: dict[str, torch.Tensor]
-) -> dict[str, torch.Tensor]:
-    """`stored`, what transformers writes of the reference, but for the tensors of modules that do not run when it reads
-    text: vision and audio towers. They are written once more as NaN, to see under which names they stand."""
+) -> set[str]:
+    """The names in `stored`, what transformers writes of the reference, of modules that do not run when it reads text:
+    vision and audio towers. They are written once more as NaN, to see under which names they stand."""
     state = reference.state_dict()
     parents = {path[:dot] for path in calls for dot in range(len(path)) if path[dot] == "."}
     text = next((path for path, module in reference.named_modules() if module is text_model(reference)), "")
@@ -164,9 +170,9 @@ def without_towers(
     reference.zero_grad()
     idle = {name for name in apart - used if state[name].is_floating_point()}
     if not idle:
-        return stored
+        return set()
     marked = {name: torch.full_like(t, float("nan")) if name in idle else t for name, t in state.items()}
-    return {name: stored[name] for name, tensor in on_disk(reference, marked).items() if not tensor.isnan().any()}
+    return {name for name, tensor in on_disk(reference, marked).items() if tensor.isnan().any()} & stored.keys()
 
 
 def _small_reference(small: Mapping[str, Any], generator: torch.Generator) -> tuple[nn.Module, set[str], torch.Tensor]:

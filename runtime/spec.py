@@ -178,6 +178,12 @@ class ModelSpec(Record):
     lifted: str = ""  # source text of the classes that `Lifted` blocks name: lifted.py
 
     @property
+    def tokens(self) -> int:
+        """Token ids that the model both reads and writes: a padded head, or one of its own, may have other rows."""
+        rows = (self.vocabulary, self.logit_rows, self.head_rows)
+        return min(count for count in rows if count is not None)
+
+    @property
     def layer_count(self) -> int:
         return sum(run.count for run in self.layers)
 

@@ -62,6 +62,8 @@ class ScoresSolver:
         if torch.equal(mask, age >= 0):
             return [{}]
         widest = int(mask.sum(-1).max())
+        if not widest:
+            return None
         for kind, shown in (("window", age < widest), ("chunk", at[:, None] // widest == at // widest)):
             if torch.equal(mask, (age >= 0) & shown):
                 return [{kind: evidence} for evidence in self._extents(widest, kind)[:1]]

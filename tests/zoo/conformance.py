@@ -123,11 +123,14 @@ def _share(spec: Any) -> tuple[float, list[str]]:
     """The share of the blocks' parameters that are in proven ones, and the modules of the lifted ones."""
     import torch
 
+    from dayzero.runtime.nn.lifted import classes_of
+
     total, proven, lifted = 0, 0, []
+    lifted_classes = classes_of(spec.lifted)
     with torch.device("meta"):
         blocks = [block for kind in spec.kinds_in_order() for block in kind.blocks.values()]
         for block in [*blocks, spec.norm, *(b for b in (spec.embed_norm, spec.merge) if b is not None)]:
-            held = sum(parameter.numel() for parameter in block.build().parameters())
+            held = sum(parameter.numel() for parameter in block.build(lifted_classes).parameters())
             total += held
             if block.proof is not None and block.proof.status == "proven":
                 proven += held
