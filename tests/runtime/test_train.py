@@ -289,3 +289,21 @@ def test_a_finished_run_is_not_overwritten(run_training):
 def test_settings_that_do_not_fit_are_refused_before_any_process(settings, world, says, run_training):
     with pytest.raises(InputError, match=says):
         run_training("run", *settings, world=world)
+
+
+def test_parts_losses_and_loads_in_a_run(run_training):
+    """Two ranks that share the experts, tokens in parts: the losses of one process, and what the metrics add."""
+    settings = ("train.steps=3", "train.mode=full", "balance.sequence_loss=0.1", "balance.z_loss=0.01")
+    shared = run_training("shared", *settings, "experts.parts=2", "balance.duplicates=1", "parallel.ep=2", world=2)
+    alone = run_training("alone", *settings, "train.accumulation=2", "experts.merge_below=4")
+    for one, other in zip(read_metrics(shared), read_metrics(alone), strict=True):
+        assert one["loss"] == pytest.approx(other["loss"], rel=2e-4)
+        assert 0 < one["communication_share"] < 1
+        assert other["communication_share"] is None
+        assert one["expert_loads"].keys() == {"layers.0.ffn", "layers.1.ffn"}
+        assert one["expert_load"] == max(one["expert_loads"].values()) >= 1
+        assert one["router_losses"].keys() == {"sequence", "z"}
+    first, other = read_metrics(shared)[0], read_metrics(alone)[0]
+    assert first["loss"] == pytest.approx(other["loss"], rel=1e-5)
+    assert first["expert_loads"] == other["expert_loads"]
+    assert first["router_losses"]["z"] == pytest.approx(other["router_losses"]["z"], rel=1e-5)
