@@ -101,7 +101,7 @@ def call(block: BlockSpec) -> str:
 def _argument(block: BlockSpec, name: str, value: Any) -> str:
     if isinstance(value, BlockSpec):
         return call(value)
-    if block.block == "Lifted" and name == "module":
+    if getattr(nn.BLOCKS[block.block], "holds_lifted", False) and name == "module":
         if not re.fullmatch(r"[A-Za-z_]\w*", value, re.ASCII):
             raise Unsafe(f"{value!r} is not the name of a class")
         return f"lifted.{value}"

@@ -7,6 +7,7 @@ import torch
 from dayzero.onboard.calls import Call
 from dayzero.onboard.candidates.evidence import Candidate, Site
 from dayzero.onboard.candidates.lifted import lifted_candidates
+from dayzero.onboard.candidates.lifted_router import propose_moe_with_lifted_router
 from dayzero.onboard.layer_wiring import mixes_tokens
 from dayzero.onboard.lift import LiftError
 from dayzero.onboard.prove import Attempt, attempt
@@ -15,12 +16,17 @@ from dayzero.onboard.prove import Attempt, attempt
 def prove_lifted(
     site: Site, replace: Mapping[str, Candidate], generator: torch.Generator
 ) -> tuple[Attempt | None, list[Attempt], str]:
-    """The first form of the module's own code that is proven, all that were tried, and why none is if none is.
+    """The first form of the module's own code that is proven, all that were tried, and why none is if none is. Of a
+    mixture of experts only the router is copied, where that is enough.
 
     replace: path of a module inside -> the proven candidate for it; without them if it does not hold with them.
     """
     attempts: list[Attempt] = []
     why = ""
+    for candidate in propose_moe_with_lifted_router(site):
+        attempts.append(_tried(candidate, site, generator))
+        if attempts[-1].proven:
+            return attempts[-1], attempts, ""
     for inside in [dict(replace), {}] if replace else [{}]:
         try:
             candidates = lifted_candidates(site, inside)
@@ -28,14 +34,18 @@ def prove_lifted(
             why = why or str(error)
             continue
         for candidate in candidates:
-            tried = attempt(candidate, site, generator, thorough=False)
-            if tried.proven:
-                tried = attempt(candidate, site, generator, thorough=True)
+            tried = _tried(candidate, site, generator)
             attempts.append(tried)
             if tried.proven:
                 return tried, attempts, ""
             why = why or f"its copy {tried.objection}"
     return None, attempts, why
+
+
+def _tried(candidate: Candidate, site: Site, generator: torch.Generator) -> Attempt:
+    """All of the proof, if the candidate holds on the captured input."""
+    tried = attempt(candidate, site, generator, thorough=False)
+    return attempt(candidate, site, generator, thorough=True) if tried.proven else tried
 
 
 def parts_of(calls: Mapping[str, Call], layer: str) -> dict[str, str]:

@@ -102,7 +102,7 @@ class BlockSpec(Record):
             name: {key: built(held) for key, held in value.items()} if name == "replace" and value else built(value)
             for name, value in self.arguments.items()
         }
-        if self.block == "Lifted":
+        if getattr(nn.BLOCKS[self.block], "holds_lifted", False):
             name = arguments["module"]
             if name not in (lifted or {}):
                 raise ValueError(f"no lifted class {name!r}; there are {', '.join(sorted(lifted or {})) or 'none'}")

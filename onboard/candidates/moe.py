@@ -5,7 +5,7 @@ the weights that it gave, then what stands around them. What is left is enumerat
 """
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import torch
 from torch import nn
@@ -24,18 +24,23 @@ MOST = 64  # candidates handed to the prover
 
 def propose_moe(site: Site) -> list[Candidate]:
     """Mixtures that agree, part by part, with what was captured inside the module."""
+    return propose_moe_around(site, _routers)
+
+
+def propose_moe_around(site: Site, routers: Callable[[Parts], Iterator[Candidate]]) -> list[Candidate]:
+    """Mixtures with these routers, which are claims about the whole module."""
     # Experts that did not run are for other tokens than these.
     called = sorted(banks(site), key=lambda bank: bank.owner not in site.inner)
-    return list(itertools.islice(_combined(Parts(site, called[0])), MOST)) if called else []
+    return list(itertools.islice(_combined(Parts(site, called[0]), routers), MOST)) if called else []
 
 
-def _combined(parts: Parts) -> Iterator[Candidate]:
+def _combined(parts: Parts, routers_of: Callable[[Parts], Iterator[Candidate]]) -> Iterator[Candidate]:
     """Routers x experts x surroundings, those that hold on the captured values."""
     width = parts.expert_input.shape[1] if parts.expert_input is not None else parts.stream.shape[1]
     experts = list(_experts(parts, width))
     if not experts:
         return
-    routers = [_with_block_scale(parts, router) for router in _routers(parts)]
+    routers = [_with_block_scale(parts, router) for router in routers_of(parts)]
     for router, container, around in itertools.product(routers, experts, list(surroundings(parts, width))):
         arguments, parameters = around
         held = {"router": router, "experts": container, **arguments}

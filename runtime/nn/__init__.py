@@ -30,6 +30,7 @@ from .joint_router import JointRouter
 from .latent_attention import LatentAttention
 from .layer_norm import LayerNorm
 from .lifted import Inside, Lifted
+from .lifted_router import LiftedRouter
 from .lightning_attention import LightningAttention
 from .mamba import Mamba
 from .mamba2 import Mamba2
@@ -91,6 +92,7 @@ BLOCKS = {
         LayerNorm,
         LeaveRouting,
         Lifted,
+        LiftedRouter,
         LightningIndexer,
         LightningAttention,
         Mamba,
@@ -154,6 +156,7 @@ __all__ = [
     "LayerNorm",
     "LeaveRouting",
     "Lifted",
+    "LiftedRouter",
     "LightningAttention",
     "LightningIndexer",
     "Mamba",

@@ -86,6 +86,7 @@ class Lifted(nn.Module):
     """
 
     uses_context = True
+    holds_lifted = True  # its `module` is a class of the model's lifted source
     parallel_roles: dict[str, str] = {}  # noqa: RUF012
 
     def __init__(
