@@ -87,12 +87,13 @@ def module_of(block: BlockSpec) -> str:
 def _differences(before: LayerKind, after: LayerKind) -> list[str]:
     """Arguments that the second kind has and the first has not, as "mixer.window 4096"."""
     old, new = ({p.name: _flat(p.block) for p in kind.parts} for kind in (before, after))
-    found = [
-        f"{name}.{path} {value}".rstrip(".")
-        for name, held in new.items()
-        for path, value in held.items()
-        if old.get(name, {}).get(path) != value
-    ]
+    found, said = [], []
+    for name, held in new.items():
+        for path, value in held.items():
+            inside = any(path.startswith(f"{block}.") for block in said)  # of a block that is new as a whole
+            if not inside and old.get(name, {}).get(path) != value:
+                found.append(f"{name}.{path} {value}")
+                said += [path] if any(other.startswith(f"{path}.") for other in held) else []
     found += [f"no {name}" for name in old if name not in new]
     found += [f"no {name}.{path}" for name in new for path in old.get(name, {}) if path not in new[name]]
     return found if len(found) <= SHOWN else [*found[:SHOWN], f"and {len(found) - SHOWN} more"]
