@@ -87,8 +87,9 @@ def module_of(block: BlockSpec) -> str:
 def _differences(before: LayerKind, after: LayerKind) -> list[str]:
     """Arguments that the second kind has and the first has not, as "mixer.window 4096"."""
     old, new = ({p.name: _flat(p.block) for p in kind.parts} for kind in (before, after))
-    found, said = [], []
+    found: list[str] = []
     for name, held in new.items():
+        said: list[str] = []
         for path, value in held.items():
             inside = any(path.startswith(f"{block}.") for block in said)  # of a block that is new as a whole
             if not inside and old.get(name, {}).get(path) != value:
