@@ -57,7 +57,18 @@ def parallelise(model: CausalLM, meshes: Meshes, compute: torch.dtype | None = N
         if isinstance(module, FSDPModule):
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
+    _prefetch(model)
     return model
+
+
+def _prefetch(model: CausalLM) -> None:
+    """Each unit asks for the one that follows it while it computes: a layer for its experts and the next layer, and in
+    the backward pass for its experts and the layer before."""
+    layers = [layer for layer in model.layers if isinstance(layer, FSDPModule)]
+    for number, layer in enumerate(layers):
+        experts = [module for module in layer.modules() if isinstance(module, FSDPModule) and module is not layer]
+        layer.set_modules_to_forward_prefetch([*experts, *layers[number + 1 : number + 2]])
+        layer.set_modules_to_backward_prefetch([*experts, *layers[max(0, number - 1) : number]])
 
 
 def split_experts(experts: Experts, ep: DeviceMesh) -> None:

@@ -56,10 +56,13 @@ class Streams(torch.nn.Module):
     uses_context = True
     parallel_inner = ("inner",)
 
-    def __init__(self):
+    def __init__(self, gated: bool):
         super().__init__()
-        connection = nn.HyperConnection(HIDDEN, 2, 1e-6, 1e-6, iterations=3)
-        self.inner = nn.HyperConnected(connection, nn.RMSNorm(HIDDEN, 1e-6), gqa())
+        if gated:
+            self.inner = nn.HyperConnected(nn.GatedConnection(HIDDEN, 2, 3, 1e-6), None, gqa())
+        else:
+            connection = nn.HyperConnection(HIDDEN, 2, 1e-6, 1e-6, iterations=3)
+            self.inner = nn.HyperConnected(connection, nn.RMSNorm(HIDDEN, 1e-6), gqa())
 
     def forward(self, x: Tensor, context: Context) -> Tensor:
         return self.inner(torch.stack([x, x.flip(1)], 1), context).flatten(1)[:, ::2]
@@ -126,7 +129,8 @@ CASES: dict[str, Build] = {
     "time-mix": lambda: nn.TimeMix(HIDDEN, 12),
     "channel-mix": lambda: nn.ChannelMix(HIDDEN, 12),
     "convolution-residual": lambda: nn.ConvolutionResidual(HIDDEN, 3, 2.0, bias=True),
-    "hyper-connected": Streams,
+    "hyper-connected": lambda: Streams(gated=False),
+    "gated-streams": lambda: Streams(gated=True),
     "gated-feed-forward": lambda: ffn(bias=True, gate_scale=1.5, output_scale=0.5, learned_scale=True),
     "gated-feed-forward-lora": lambda: adapted(ffn(bias=True)),
     "feed-forward": lambda: nn.FeedForward(HIDDEN, 12, "gelu", bias=True),

@@ -18,6 +18,7 @@ def packages(tmp_path_factory):
         ("mixtral", "mixtral", {"num_hidden_layers": 2}),
         ("qwen", "qwen3_moe", {"num_hidden_layers": 2, "num_experts": 8, "norm_topk_prob": False}),
         ("tied", "mixtral", {"num_hidden_layers": 2, "tie_word_embeddings": True}),
+        ("few", "mixtral", {"num_hidden_layers": 2, "num_experts": 3}),
         ("top1", "mixtral", {"num_hidden_layers": 2, "num_experts_per_tok": 1}),
     ):
         checkpoint = tiny.make(family, folder / f"{name}-checkpoint", tokenizer=False, **config)
@@ -32,6 +33,7 @@ CASES = {
     "replicate2-ep2": ("qwen", (2, 2, 2), {}),
     "replicate2-ep1": ("mixtral", (2, 2, 1), {}),
     "replicate4-ep4": ("qwen", (4, 1, 4), {}),
+    "fewer-rows-than-shards": ("few", (1, 4, 1), {}),
     "expert-without-tokens": ("mixtral", (1, 4, 2), {"pushes": {3: -20.0}}),
     "rank-without-tokens": ("mixtral", (1, 4, 2), {"pushes": {0: 20.0, 1: 20.0}}),
     "all-to-one-expert": ("top1", (1, 4, 2), {"pushes": {4: 20.0}}),
