@@ -14,7 +14,7 @@ from typing import Any
 from torch import nn
 
 from dayzero.onboard.config_fields import SIZES
-from dayzero.onboard.reference import UnknownArchitecture, build
+from dayzero.onboard.reference import UnknownArchitecture, build, text_config
 from dayzero.runtime.errors import InputError
 
 Signature = tuple[tuple[str, Any], ...]
@@ -61,7 +61,8 @@ def _outer_lists(module: nn.Module) -> Iterator[nn.ModuleList]:
 
 
 def layer_signatures(model: nn.Module) -> list[Signature]:
-    """What distinguishes the layers: every parameter's path and shape and every scalar attribute, layer by layer.
+    """What distinguishes the layers: every parameter's path and shape and every scalar attribute, layer by layer, and
+    what lists of the config with one entry a layer say: the model may act on them without telling the layer.
 
     Attributes that only count the layers (a number that grows by the same step from layer to layer) are left out.
     """
@@ -81,6 +82,12 @@ def _entries(model: nn.Module) -> list[dict[str, Any]]:
                 if scalar and not name.startswith("_") and name != "training":
                     entries[f"{path}.{name}"] = value
         signatures.append(entries)
+    lists = text_config(model).to_dict() if hasattr(model, "config") else {}
+    for name, value in lists.items():
+        if isinstance(value, list) and len(value) == len(signatures):
+            for entries, entry in zip(signatures, value, strict=True):
+                if isinstance(entry, (bool, int, float, str, type(None))):
+                    entries[f"config {name}"] = entry
     return signatures
 
 
