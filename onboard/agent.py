@@ -180,7 +180,8 @@ def climb(
     tell("L2: the generated model against the reference")
     rung = model_rung(lambda folder: load_shrunk(specification, folder), specification.shrunk_config, tell)
     rungs["L2"] = _with_real_weights(rung, checkpoint, specification, tell)
-    lifted = sum(tried.block == "Lifted" for tried in specification.tried)
+    proofs = [block.proof for block in specification.shrunk.blocks() if block.proof is not None]
+    lifted = len({proof.module for proof in proofs if proof.status == "lifted"})
     blocks = {"proven": len(specification.tried) - lifted, "lifted": lifted, "unverified": 0}
     return Alignment(rungs=rungs, blocks=blocks, hashes=hashes)
 

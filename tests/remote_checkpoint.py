@@ -27,6 +27,8 @@ class OwnConfig(PreTrainedConfig):
         rms_norm_eps=1e-5,
         fading=0.7,
         residual="plain",
+        num_experts=0,
+        num_experts_per_tok=2,
         tie_word_embeddings=False,
         **kwargs,
     ):
@@ -37,6 +39,8 @@ class OwnConfig(PreTrainedConfig):
         self.rms_norm_eps = rms_norm_eps
         self.fading = fading
         self.residual = residual
+        self.num_experts = num_experts
+        self.num_experts_per_tok = num_experts_per_tok
         super().__init__(tie_word_embeddings=tie_word_embeddings, **kwargs)
 '''
 
@@ -112,13 +116,56 @@ class OwnFeedForward(nn.Module):
         return self.back(self.act(self.into(x)) * self.beside(x))
 
 
+class OwnRouter(nn.Module):
+    """Scores fall off as a Cauchy curve does; the weights of the chosen are a unit vector."""
+
+    def __init__(self, config):
+        super().__init__()
+        self.top_k = config.num_experts_per_tok
+        self.weight = nn.Parameter(torch.empty(config.num_experts, config.hidden_size))
+
+    def forward(self, x):
+        scores = 1.0 / (1.0 + (F.linear(x.float(), self.weight.float()) - 0.5) ** 2)
+        chosen, index = scores.topk(self.top_k, dim=-1)
+        return index, (chosen / chosen.pow(2).sum(-1, keepdim=True).sqrt()).to(x.dtype)
+
+
+class OwnExperts(nn.Module):
+    def __init__(self, config):
+        super().__init__()
+        self.inward = nn.Parameter(torch.empty(config.num_experts, 2 * config.intermediate_size, config.hidden_size))
+        self.outward = nn.Parameter(torch.empty(config.num_experts, config.hidden_size, config.intermediate_size))
+
+    def forward(self, x, index, weights):
+        result = torch.zeros_like(x)
+        for expert in range(self.inward.shape[0]):
+            token, place = (index == expert).nonzero(as_tuple=True)
+            if token.numel():
+                gate, up = F.linear(x[token], self.inward[expert]).chunk(2, -1)
+                made = F.linear(F.silu(gate) * up, self.outward[expert]) * weights[token, place, None]
+                result = result.index_add(0, token, made)
+        return result
+
+
+class OwnMixture(nn.Module):
+    def __init__(self, config):
+        super().__init__()
+        self.choose = OwnRouter(config)
+        self.crowd = OwnExperts(config)
+
+    def forward(self, x):
+        flat = x.reshape(-1, x.shape[-1])
+        index, weights = self.choose(flat)
+        return self.crowd(flat, index, weights).reshape(x.shape)
+
+
 class OwnLayer(nn.Module):
     def __init__(self, config, layer_idx):
         super().__init__()
         self.before = OwnNorm(config.hidden_size, config.rms_norm_eps)
         self.mixer = OwnMixer(config, layer_idx)
         self.between = OwnNorm(config.hidden_size, config.rms_norm_eps)
-        self.wide = OwnFeedForward(config)
+        self.wide = OwnMixture(config) if config.num_experts else OwnFeedForward(config)
         self.residual = config.residual
 
     def forward(self, hidden_states, past_key_values=None):
@@ -179,7 +226,8 @@ CONFIG = {
     "auto_map": {"AutoConfig": "configuration_own.OwnConfig", "AutoModelForCausalLM": "modeling_own.OwnForCausalLM"},
     "model_type": "own_decoder",
     "vocab_size": 97, "hidden_size": 40, "intermediate_size": 56, "num_hidden_layers": 2,
-    "rms_norm_eps": 1e-5, "fading": 0.7, "residual": "plain", "tie_word_embeddings": False,
+    "rms_norm_eps": 1e-5, "fading": 0.7, "num_experts": 0, "residual": "plain",
+    "tie_word_embeddings": False,
 }  # fmt: skip
 
 
@@ -203,6 +251,11 @@ def _tensors(config: dict, generator: torch.Generator) -> dict[str, torch.Tensor
         shapes |= {f"{layer}{name}.weight": (hidden,) for name in ("before", "between")}
         shapes |= {f"{layer}mixer.{name}.weight": (hidden, hidden) for name in ("taken", "gate", "given")}
         shapes[f"{layer}mixer.gate.bias"] = (hidden,)
+        if experts := config["num_experts"]:
+            shapes[f"{layer}wide.choose.weight"] = (experts, hidden)
+            shapes[f"{layer}wide.crowd.inward"] = (experts, 2 * width, hidden)
+            shapes[f"{layer}wide.crowd.outward"] = (experts, hidden, width)
+            continue
         shapes |= {f"{layer}wide.{name}.weight": (width, hidden) for name in ("into", "beside")}
         shapes[f"{layer}wide.back.weight"] = (hidden, width)
     return {

@@ -30,8 +30,9 @@ def onboard(*arguments):
     [
         ({}, "OwnMixer", ["fading_sum", "CLAMP = 4.0"]),
         ({"residual": "turned"}, "OwnLayer_around_before_between_wide", ["torch.tanh"]),
+        ({"num_experts": 6, "num_experts_per_tok": 2}, "OwnRouter", ["1.0 / (1.0 +"]),
     ],
-    ids=["a new mixer", "a new residual"],
+    ids=["a new mixer", "a new residual", "a new mixer and a new router"],
 )
 def test_a_layer_never_seen_is_copied_and_the_rest_is_proven(tmp_path, fields, module, words):
     tokenizer = tiny.make("llama", tmp_path / "tokenizer")
@@ -41,14 +42,14 @@ def test_a_layer_never_seen_is_copied_and_the_rest_is_proven(tmp_path, fields, m
         shutil.copy(file, checkpoint)
     code, result, said = onboard("run", checkpoint, "-o", tmp_path, "--name", "made", "--trust-remote-code", *CONFINED)
     assert (code, result["verdict"]) == (0, "PASS"), said
-    assert result["blocks"]["lifted"] == 1
-    assert result["blocks"]["proven"] >= 4
+    assert result["blocks"]["lifted"] == 1 + (module == "OwnRouter")
+    assert result["blocks"]["proven"] >= 3
     package = load_package(tmp_path / "made")
-    blocks = [inner.block for block in package.spec.blocks() for inner in block.walk()]
-    assert {"RMSNorm", "GatedFeedForward", "Lifted"} <= set(blocks)
-    lifted = [block for block in package.spec.blocks() if block.block == "Lifted"]
-    assert {block.arguments["module"] for block in lifted} == {module}
-    assert all(block.proof.status == "lifted" for block in lifted)
+    inside = [inner for block in package.spec.blocks() for inner in block.walk()]
+    ours = {"RMSNorm", "Experts"} if module == "OwnRouter" else {"RMSNorm", "GatedFeedForward"}
+    assert ours <= {inner.block for inner in inside}
+    assert module in {inner.arguments["module"] for inner in inside if inner.block.startswith("Lifted")}
+    assert {block.proof.status for block in package.spec.blocks()} == {"proven", "lifted"}
     text = (tmp_path / "made" / "lifted.py").read_text()
     assert all(word in text for word in words)
     assert "# lifted from modeling_own.py:" in text
