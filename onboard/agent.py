@@ -330,6 +330,7 @@ def _graph(run: Run) -> Any:
         findings = Findings(
             interventions=specification.interventions,
             claims=specification.claims,
+            replaced=specification.replaced,
             ignored_config=state.get("request", {})["decisions"].get("ignore_config") or {},
         )
         alignment = run.load("alignment", Alignment).bounded()

@@ -52,6 +52,7 @@ def align_package(folder: Path, checkpoint: Path | None, tell: Callable[[str], N
     findings = Findings(
         interventions=specification.interventions,
         claims=specification.claims,
+        replaced=specification.replaced,
         ignored_config=read_decisions(folder).get("ignore_config") or {},
     )
     files = render_package(

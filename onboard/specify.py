@@ -34,6 +34,7 @@ from dayzero.onboard.reference import (
     build,
     on_disk,
     redraw,
+    replaced,
     run,
     text_config,
     text_model,
@@ -63,7 +64,8 @@ class Specification(Record):
     """spec: of the real model. shrunk: of the small one, whose config is shrunk_config. tried: one entry a distinct
     block. unread: config fields that nobody explains. interventions: what became of the model when fields changed.
     claims: what fields say that the reference does not compute with, and whether it is so. towers: patterns of the
-    tensors that the reference has no use for when it reads text."""
+    tensors that the reference has no use for when it reads text. replaced: what of the reference's own code was
+    replaced so that it could be proven against, one line each."""
 
     spec: ModelSpec
     shrunk: ModelSpec
@@ -73,6 +75,7 @@ class Specification(Record):
     interventions: list[Intervention]
     claims: list[Claim]
     towers: list[str]
+    replaced: list[str]
 
 
 def specify(
@@ -151,6 +154,7 @@ def specify(
         interventions=interventions,
         claims=claims,
         towers=sorted({numberless(name) for name in towers}),
+        replaced=replaced(reference),
     )
 
 
