@@ -13,11 +13,13 @@ from torch import Tensor
 SIZES = [{"width": 576, "eps": 9.999999747378752e-06, "offset": 0.0}]
 
 
-def inputs(size: dict, tokens: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
-    """x: [tokens, width], weight: [width], float32."""
+def inputs(size: dict, tokens: int, generator: torch.Generator) -> tuple[Tensor, Tensor | None]:
+    """x: [tokens, width], weight: [width] or None where it does not scale, float32."""
     x = torch.randn(tokens, size["width"], generator=generator)
-    return x, 1.0 - size["offset"] + 0.1 * torch.randn(size["width"], generator=generator)
+    weight = 1.0 - size["offset"] + 0.1 * torch.randn(size["width"], generator=generator)
+    return x, weight if size.get("scaled", True) else None
 
 
-def call(size: dict, x: Tensor, weight: Tensor) -> Tensor:
-    return rms_norm(x, weight, size["eps"], size["offset"])
+def call(size: dict, x: Tensor, weight: Tensor | None) -> Tensor:
+    after_cast = size.get("weight_after_cast", True)
+    return rms_norm(x, weight, size["eps"], size["offset"], weight_after_cast=after_cast)
