@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dayzero.onboard.agent import load_shrunk, specify_checkpoint
-from dayzero.onboard.align import THRESHOLDS, Alignment, Rung, coverage_rung, model_rung
+from dayzero.onboard.align import THRESHOLDS, Alignment, Rung, blocks_rung, coverage_rung, model_rung
 from dayzero.onboard.align.ladder import judge, rounded_up
 from dayzero.onboard.align.model import real_weights_error
 from dayzero.onboard.checkpoint import read_checkpoint
@@ -137,6 +137,13 @@ def with_block(specification, role, **arguments):
     return specification.model_copy(update={"shrunk": specification.shrunk.model_copy(update={"layer_kinds": kinds})})
 
 
+def with_router(specification, **arguments):
+    (kind,) = specification.shrunk.layer_kinds
+    router = kind.blocks["ffn"].arguments["router"]
+    router = router.model_copy(update={"arguments": {**router.arguments, **arguments}})
+    return with_block(specification, "ffn", router=router)
+
+
 def test_the_model_rung_passes(mixtral):
     _, specification, _ = mixtral
     found = model_rung(lambda folder: load_shrunk(specification, folder), specification.shrunk_config)
@@ -156,8 +163,8 @@ def test_the_model_rung_passes(mixtral):
     "break_it",
     [
         lambda s: with_rule(s, "experts.gate_up", swapped),
-        lambda s: with_block(s, "ffn", renormalise=False),
-        lambda s: with_block(s, "ffn", scale=1.0 + 1e-7),
+        lambda s: with_router(s, normalise=None),
+        lambda s: with_router(s, scale=1.0 + 1e-7),
         lambda s: with_block(s, "mixer_norm", eps=1.01e-5),
         lambda s: with_block(s, "mixer", window=20),
         lambda s: with_block(s, "mixer", rotary="interleaved"),
@@ -184,3 +191,44 @@ def test_real_weights_are_compared_too(mixtral):
             exchanged = other[f"layers.{{layer}}.mixer.{keys[rule.parameter]}.weight"]
             rules[number] = dataclasses.replace(rule, source=exchanged)
     assert real_weights_error(dataclasses.replace(package, rules=rules), source) > 1e-2
+
+
+def with_wiring(specification, name, reads):
+    (kind,) = specification.shrunk.layer_kinds
+    parts = [part.model_copy(update={"reads": reads}) if part.name == name else part for part in kind.parts]
+    kinds = [kind.model_copy(update={"parts": parts})]
+    return specification.model_copy(update={"shrunk": specification.shrunk.model_copy(update={"layer_kinds": kinds})})
+
+
+@pytest.mark.parametrize(
+    ("break_it", "named"),
+    [
+        (lambda s: with_router(s, normalise=None), "layers.0.ffn, for model.layers.0.mlp"),
+        (lambda s: with_block(s, "mixer", window=20), "layers.0.mixer, for model.layers.0.self_attn"),
+        (lambda s: with_wiring(s, "ffn_norm", "x"), "what layers.0.ffn_norm reads, 'x'"),
+    ],
+    ids=["router", "window", "residual"],
+)
+def test_the_model_rung_names_the_first_part_that_differs(mixtral, break_it, named):
+    _, specification, _ = mixtral
+    broken = break_it(specification)
+    found = model_rung(lambda folder: load_shrunk(broken, folder), specification.shrunk_config)
+    assert found.where.endswith(f"first to differ: {named}")
+
+
+def test_the_blocks_rung_proves_what_was_generated(mixtral, tmp_path):
+    _, specification, _ = mixtral
+    found = blocks_rung(load_shrunk(specification, tmp_path / "right"), specification.shrunk_config)
+    assert (found.verdict, len(found.details)) == ("PASS", 6)  # rotary table, two norms, mixer, experts, last norm
+    broken = with_block(specification, "ffn_norm", eps=1e-5 + 1e-9)
+    found = blocks_rung(load_shrunk(broken, tmp_path / "wrong"), specification.shrunk_config)
+    assert found.verdict == "FAIL"
+    assert found.where.startswith("layers.0.ffn_norm, for model.layers.0.post_attention_layernorm")
+
+
+def test_a_model_that_its_rules_do_not_fill_fails_and_names_the_parameter(mixtral):
+    _, specification, _ = mixtral
+    rules = [rule for rule in specification.shrunk.rules if rule.parameter != "layers.1.mixer.key.weight"]
+    broken = specification.model_copy(update={"shrunk": specification.shrunk.model_copy(update={"rules": rules})})
+    found = model_rung(lambda folder: load_shrunk(broken, folder), specification.shrunk_config)
+    assert (found.verdict, found.where) == ("FAIL", "layers.1.mixer.key.weight: no rule fills it")
