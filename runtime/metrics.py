@@ -122,7 +122,8 @@ def read_metrics(run: Path) -> list[dict[str, Any]]:
 
 
 def summarise(run: Path) -> dict[str, Any]:
-    """First and last losses, mean speed without the first step (it warms up), and peak memory of a run."""
+    """The number of the last step, how many steps were skipped (no finite loss or norm: the weights did not change),
+    first and last losses, mean speed without the first step (it warms up), and peak memory of a run."""
     records = read_metrics(run)
     steps = [record for record in records if "loss" in record]
     losses = [record["loss"] for record in steps if record["loss"] is not None]

@@ -37,8 +37,8 @@ def test_the_last_line_of_a_run_is_its_summary(runtime, tiny_run, tmp_path, monk
     assert code == 0
     summary = json.loads(out.splitlines()[-1])
     losses = ["loss_first", "loss_last", "eval_first", "eval_last"]
-    assert list(summary) == ["command", "ok", "run", "steps", *losses, "tokens_per_s", "peak_bytes"]
-    assert (summary["command"], summary["ok"], summary["steps"]) == ("train", True, 2)
+    assert list(summary) == ["command", "ok", "run", "steps", "skipped", *losses, "tokens_per_s", "peak_bytes"]
+    assert (summary["command"], summary["ok"], summary["steps"], summary["skipped"]) == ("train", True, 2, 0)
     assert summary["run"] == str(tmp_path / "run")
     assert summary["eval_last"] != summary["eval_first"]
     assert out.count("step 2/2") == 2  # training and held-out
