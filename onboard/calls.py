@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from dayzero.onboard.reference import Promote
+from dayzero.onboard.reference import Promote, inputs
 
 
 class Undiscovered(Exception):
@@ -123,7 +123,7 @@ def record_calls(model: nn.Module, ids: Tensor) -> tuple[dict[str, Call], Tensor
         handles.append(module.register_forward_hook(hook, with_kwargs=True))
     try:
         with torch.no_grad(), Promote():
-            logits = model(input_ids=ids, use_cache=False).logits
+            logits = model(**inputs(model, ids)).logits
     except (RuntimeError, TypeError, ValueError, AttributeError, IndexError, KeyError) as error:
         found = " ".join(str(error).split())[:200]
         raise Undiscovered(f"the reference does not run at small sizes ({type(error).__name__}: {found})") from None

@@ -185,7 +185,8 @@ def _handed(site: Site, cls: type[nn.Module]) -> tuple[dict[str, Any], dict[str,
         else:
             named[name] = _described(f"{cls.__name__}.{name}", value, site)
     given = [*named.values(), *others.values()]
-    if "hidden" not in given and not any(isinstance(what, dict) and "input" in what for what in given):
+    stream = [what for what in given if what in ("hidden", "streams") or (isinstance(what, dict) and "input" in what)]
+    if not stream:
         raise LiftError(f"{cls.__name__} is not handed the stream as an argument of its own")
     return named, others
 
@@ -216,7 +217,7 @@ def _tensor(value: Tensor, site: Site) -> Any:
             if value is held:
                 return {"input": place, "of": len(inputs)}
     if value is site.call.hidden:
-        return "hidden"
+        return "hidden" if value.ndim < 4 else "streams"
     batch, length = _sizes(site)
     if (table := _table((value,), site)) is not None:
         return table

@@ -155,7 +155,7 @@ class Lifted(nn.Module):
     def forward(self, x: Tensor, *more: Any) -> Tensor:
         *inputs, context = x, *more
         x = torch.cat(inputs, -1) if len(inputs) > 1 else x
-        if x.ndim == 3:  # streams stand side by side
+        if x.ndim == 3 and "streams" not in self.handed.values():  # they stand side by side
             return self.forward(x.flatten(1), context).reshape(x.shape)
         with Promote() if x.dtype == torch.float64 else contextlib.nullcontext():
             self._place_computed(x)
@@ -242,7 +242,8 @@ class _Document:
     def give(self, what: Any) -> Any:
         """The argument that `what` describes:
 
-        "hidden" the input; {"input": place, "of": count} one of several inputs; "length" of the document;
+        "hidden" the input; "streams" the same where it is several, [.., n, H]; {"input": place, "of": count} one of
+        several inputs; "length" of the document;
         {"value": plain} itself; {"many": [...]} a tuple;
         {"named": {...}} a dict; {"position": axes} and {"ids": axes} integers; {"ones": axes, "dtype": name};
         {"table": number, "part": "pair" | "cos" | "sin" | "complex", "style": "half" | "interleaved" | "once",
@@ -252,7 +253,7 @@ class _Document:
         axes: one letter a dimension: b documents, s tokens, t tokens seen, d what is left, a digit for that many
         copies.
         """
-        if what == "hidden":
+        if what in ("hidden", "streams"):
             return self.x if self.flat else self.x.unflatten(0, (self.batch, self.length))
         if what == "length":
             return self.length
