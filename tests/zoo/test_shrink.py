@@ -8,8 +8,11 @@ from dayzero.onboard.reference import build, redraw, run
 from dayzero.onboard.shrink import SEQUENCE, layer_signatures, shrink_model
 from dayzero.onboard.shrink_layers import kind_of
 
-THIRD = set(sorted(families.FAMILIES)[::3])
-NAMES = [name if name in THIRD else pytest.param(name, marks=pytest.mark.slow) for name in sorted(families.FAMILIES)]
+# Quick ones of each kind: experts alone, shared and none; latents, windows, scans, delta rules, xLSTM; pictures beside.
+FAST = {
+    "olmoe", "gpt_oss", "glm4v_moe", "gemma4", "deepseek_v32", "zaya", "jamba", "granitemoehybrid", "kimi_linear", "xlstm",
+}  # fmt: skip
+NAMES = [name if name in FAST else pytest.param(name, marks=pytest.mark.slow) for name in sorted(families.FAMILIES)]
 
 
 def tensors(signature):
@@ -22,7 +25,9 @@ def test_a_family_shrinks(family):
     shrunk = shrink_model(config)
     small, _ = build(shrunk.config)
     redraw(small, torch.Generator().manual_seed(1))
-    ids = torch.randint(3, 131, (2, SEQUENCE), generator=torch.Generator().manual_seed(1))
+    vocabulary = small.get_input_embeddings().weight.shape[0]
+    assert 120 < vocabulary <= 139  # moved a little where another size is as large
+    ids = torch.randint(3, min(vocabulary, 131), (2, SEQUENCE), generator=torch.Generator().manual_seed(1))
     with torch.no_grad():
         logits = run(small, ids)
     assert logits.shape[:2] == (2, SEQUENCE)
