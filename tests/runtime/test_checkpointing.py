@@ -33,6 +33,10 @@ def run(saved, tmp_path):
     return shutil.copytree(saved[0], tmp_path / "run")
 
 
+def slow(*case):
+    return pytest.param(*case, marks=pytest.mark.slow)
+
+
 def same(one, other):
     return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
 
@@ -42,7 +46,9 @@ def test_keeps_the_newest(saved):
     assert checkpointing.step_of(checkpointing.latest(saved[0])) == 8
 
 
-@pytest.mark.parametrize(("world", "layout"), [(4, SAVED), (4, (2, 2, 4)), (2, SMALLER)], ids=["same", "ep4", "world2"])
+@pytest.mark.parametrize(
+    ("world", "layout"), [slow(4, SAVED), slow(4, (2, 2, 4)), (2, SMALLER)], ids=["same", "ep4", "world2"]
+)
 def test_restores_bit_for_bit_on_other_meshes(world, layout, package, saved):
     for step, state, notes in harness.run(ranks_train.restore, world, package, layout, saved[0]):
         assert step == 8
@@ -60,7 +66,7 @@ def by_expert(state):
     }
 
 
-@pytest.mark.parametrize(("world", "layout"), [(4, (1, 4, 1)), (4, (4, 1, 2)), (2, (1, 2, 2)), (1, (1, 1, 1))])
+@pytest.mark.parametrize(("world", "layout"), [slow(4, (1, 4, 1)), slow(4, (4, 1, 2)), (2, (1, 2, 2)), (1, (1, 1, 1))])
 def test_every_expert_comes_back_under_its_number(world, layout, package, saved):
     want = by_expert(saved[1])
     assert len(want) == 2 * 2 * 3 * 8  # layers, matrices, a value and two moments, experts

@@ -1,5 +1,7 @@
 """Blocks and models whose tokens lie on several ranks equal one process: loss, outputs, every gradient."""
 
+import functools
+
 import handmade
 import harness
 import pytest
@@ -24,22 +26,25 @@ REFUSED = {
 }
 POSSIBLE = [name for name in split_cases.CASES if name not in REFUSED]
 # Cut inside a document and between two; one on all ranks; a token a rank; several chunks of every recurrence.
-DOCUMENTS = [(5, 9, 1, 4), (19,), (2, 1, 1), (11, 150, 3)]
+BATCHES = {2: [(5, 9, 1, 4), (19,)], 4: [(19,), (2, 1, 1), (11, 150, 3)]}
 
 
 @pytest.fixture(scope="module")
 def results():
-    return {
-        2: harness.run(ranks_split.context_blocks, 2, POSSIBLE, DOCUMENTS[:2], timeout=100)[0],
-        4: harness.run(ranks_split.context_blocks, 4, POSSIBLE, DOCUMENTS[1:], timeout=100)[0],
-    }
+    """results(world): errors of every block and length, computed once."""
+
+    @functools.cache
+    def on(world):
+        return harness.run(ranks_split.context_blocks, world, POSSIBLE, BATCHES[world], timeout=100)[0]
+
+    return on
 
 
 @pytest.mark.parametrize("name", POSSIBLE)
-@pytest.mark.parametrize("world", [2, 4])
+@pytest.mark.parametrize("world", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_a_block_over_ranks_equals_one_process(world, name, results):
-    for lengths in DOCUMENTS[:2] if world == 2 else DOCUMENTS[1:]:
-        result = results[world][f"{name} {lengths}"]
+    for lengths in BATCHES[world]:
+        result = results(world)[f"{name} {lengths}"]
         assert result["output"] <= 1e-9
         assert result["input"] <= 1e-9
         assert result["parameters"] <= 1e-9, result["where"]
@@ -103,20 +108,29 @@ CASES = {
 
 @pytest.fixture(scope="module")
 def models(packages):
-    return {
-        world: harness.run(
-            ranks.expert_parallel,
-            world,
-            {name: (packages[package], {"layout": layout, **case}) for name, (package, layout, case) in cases.items()},
-            timeout=100,
-        )
+    """models(world): the results of every rank, computed once, all cases of a world in one go."""
+
+    @functools.cache
+    def on(world):
+        cases = {
+            name: (packages[package], {"layout": layout, **case})
+            for name, (package, layout, case) in CASES[world].items()
+        }
+        return harness.run(ranks.expert_parallel, world, cases, timeout=100)
+
+    return on
+
+
+@pytest.mark.parametrize(
+    ("world", "name"),
+    [
+        pytest.param(world, name, marks=() if world == 2 else pytest.mark.slow)
         for world, cases in CASES.items()
-    }
-
-
-@pytest.mark.parametrize(("world", "name"), [(world, name) for world, cases in CASES.items() for name in cases])
+        for name in cases
+    ],
+)
 def test_a_model_equals_one_process(world, name, models):
-    for result in (of_rank[name] for of_rank in models[world]):
+    for result in (of_rank[name] for of_rank in models(world)):
         assert result["loss"] <= 1e-9
         assert result["gradients"] <= 1e-9, result["where"]
         assert result["norm"] <= 1e-9

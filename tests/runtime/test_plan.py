@@ -25,6 +25,8 @@ from dayzero.runtime.nn.causal_lm import initialise
 from dayzero.runtime.plan import make_plan, read_plan, write_plan
 from dayzero.runtime.spec import BlockSpec, CheckpointId, LayerKind, LayerRun, ModelSpec
 
+# Blocks whose plans take seconds; the others cover the same lines of the plan.
+HEAVY = {"deepseek_v4", "kimi_linear", "deepseek_v32"}
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
 
@@ -32,6 +34,15 @@ DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 def spec(tmp_path_factory):
     folder = tmp_path_factory.mktemp("qwen")
     return handmade.specify(tiny.make("qwen3_moe", folder, tokenizer=False, dtype=torch.bfloat16))
+
+
+def slow(*case):
+    return pytest.param(*case, marks=pytest.mark.slow)
+
+
+def odd_cases(*modes):
+    """Every model of odd blocks, in every mode."""
+    return [slow(n, mode) if n in HEAVY else (n, mode) for n in sorted(odd_specs.NAMES) for mode in modes]
 
 
 def block(name, **arguments):
@@ -65,15 +76,15 @@ def large():
     ("world", "layout", "mode", "precision"),
     [
         (1, (1, 1, 1), "full", "bf16"),
-        (4, (1, 4, 1), "lora", "bf16"),
+        slow(4, (1, 4, 1), "lora", "bf16"),
         (4, (1, 4, 2), "full", "bf16"),  # 3 experts on each of 2 ranks: cut along the width
-        (4, (1, 4, 2), "lora", "fp32"),
-        (4, (2, 2, 2), "full", "fp32"),
+        slow(4, (1, 4, 2), "lora", "fp32"),
+        slow(4, (2, 2, 2), "full", "fp32"),
         (3, (1, 3, 3), "full", "bf16"),  # hidden 40 and vocabulary 307 do not divide by 3
         (2, (1, 1, 2, 2), "full", "bf16"),
-        (4, (1, 2, 2, 2), "lora", "bf16"),
+        slow(4, (1, 2, 2, 2), "lora", "bf16"),
         (4, (1, 1, 2, 2, 2), "full", "fp32"),
-        (4, (2, 1, 1, 1, 2), "full", "fp32"),
+        slow(4, (2, 1, 1, 1, 2), "full", "fp32"),
     ],
 )
 def test_parameters_gradients_and_optimizer_are_exact(spec, world, layout, mode, precision):
@@ -95,12 +106,12 @@ def _ranks(spec, world, layout, mode, precision, settings=None):
     return harness.run(ranks_plan.held, world, *arguments, timeout=60)
 
 
-@pytest.mark.parametrize("mode", ["full", "lora"])
+@pytest.mark.parametrize("mode", ["full", slow("lora")])
 @pytest.mark.parametrize(
     "settings",
     [
-        Optimizer(name="muon"),
-        Optimizer(states="bf16"),
+        slow(Optimizer(name="muon")),
+        slow(Optimizer(states="bf16")),
         Optimizer(states="8bit", groups={"router": Group(name="muon")}),
         Optimizer(states="bf16", name="muon", offload=True),
     ],
@@ -119,7 +130,7 @@ def test_moments_are_exact_however_they_are_kept(spec, settings, mode):
     }
 
 
-@pytest.mark.parametrize(("name", "mode"), [*((name, "full") for name in sorted(odd_specs.NAMES)), ("jamba", "lora")])
+@pytest.mark.parametrize(("name", "mode"), [*odd_cases("full"), slow("jamba", "lora")])
 def test_models_of_odd_blocks_are_exact_too(name, mode):
     odd = odd_specs.read(name)
     world = 3 if odd_specs.has_experts(odd) else 2  # 15 experts
@@ -131,8 +142,7 @@ def test_models_of_odd_blocks_are_exact_too(name, mode):
     assert host_memory(model, mesh) == host
 
 
-@pytest.mark.parametrize("mode", ["full", "lora"])
-@pytest.mark.parametrize("name", sorted(odd_specs.NAMES))
+@pytest.mark.parametrize(("name", "mode"), odd_cases("full", "lora"))
 def test_activations_are_what_a_pass_leaves_alive(name, mode):
     """A pass without values counts the bytes of one with values."""
     odd = odd_specs.read(name)

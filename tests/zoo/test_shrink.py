@@ -8,9 +8,10 @@ from dayzero.onboard.reference import build, redraw, run
 from dayzero.onboard.shrink import SEQUENCE, layer_signatures, shrink_model
 from dayzero.onboard.shrink_layers import kind_of
 
-# Quick ones of each kind: experts alone, shared and none; latents, windows, scans, delta rules, xLSTM; pictures beside.
+# Quick ones of each kind: experts alone, shared and none; latents, windows, scans, delta rules; pictures beside.
 FAST = {
-    "olmoe", "gpt_oss", "glm4v_moe", "gemma4", "deepseek_v32", "zaya", "jamba", "granitemoehybrid", "kimi_linear", "xlstm",
+    "olmoe", "gpt_oss", "glm4v_moe", "gemma4", "deepseek_v32", "zaya", "jamba", "granitemoehybrid", "kimi_linear",
+    "xlstm",
 }  # fmt: skip
 NAMES = [name if name in FAST else pytest.param(name, marks=pytest.mark.slow) for name in sorted(families.FAMILIES)]
 
