@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from dayzero.onboard.align.ladder import rounded_up
+from dayzero.onboard.between_parts import objection
 from dayzero.onboard.calls import Call, tensors
 from dayzero.onboard.candidates import Candidate, Evidence, Site, site_of
 from dayzero.onboard.candidates.evidence import literal, size
@@ -186,6 +187,10 @@ class _Prover:
                 self.unproven[path] = Unproven(path, why, tried)
         return self.known[key]
 
+    def beside(self, layer: str, wiring: LayerParts) -> str:
+        """What the layer does beside the sums of its wiring; "" for nothing."""
+        return objection(self.calls, layer, wiring, self.config, self.generator)
+
     def lifted(
         self,
         path: str,
@@ -292,11 +297,25 @@ def _prove_or_lift_layer(prover: _Prover, rotaries: "_Rotaries", layer: str, sig
                 inside[path] = attempt.candidate
         attempt = prover.lifted(layer, ("layer", signature, _handed(call)), inside)
         if attempt is None:
-            raise NotProven([*error.unproven, prover.unproven[layer]]) from None
+            raise NotProven(_with_own_code(error.unproven, prover.unproven[layer])) from None
         unit = Unit("layer", "", "layer", {"x": 1.0})
         tables = rotaries.indices(call) if _uses_tables(attempt.candidate) else []
         part = ProvenPart(unit, attempt, _factors(unit.reads, prover, layer), tables)
         return ProvenLayer([part], _factors({"layer": 1.0}, prover, layer))
+
+
+def _with_own_code(unproven: list[Unproven], layer: Unproven) -> list[Unproven]:
+    """What is open in a layer, one item a thing. Open parts say themselves why their code is not copied; of wiring that
+    is no sum, the layer's own code says it."""
+    wiring = {"structure", layer.where}
+    return [
+        replace(
+            item, why=f"{item.why}; its own code is not copied: {layer.why}", tried=[*item.tried, *layer.tried][-3:]
+        )
+        if item.where in wiring
+        else item
+        for item in unproven
+    ]
 
 
 def _prove_layer(prover: _Prover, rotaries: "_Rotaries", layer: str, signature: Any) -> ProvenLayer:
@@ -318,19 +337,21 @@ def _prove_layer(prover: _Prover, rotaries: "_Rotaries", layer: str, signature: 
                 raise NotProven([Unproven("structure", str(error))]) from None
             break
         proven, open_units = _prove_units(prover, rotaries, layer, signature, wirings[-1], lift=False)
-        if not open_units:
+        beside = "" if open_units else prover.beside(layer, wirings[-1])
+        if not open_units and not beside:
             return _proven_layer(prover, layer, proven, wirings[-1])
         first = first or [
             prover.unproven.get(f"{layer}.{path}") or Unproven(f"{layer}.{path}", "no block reproduces it")
             for path in open_units
         ]
+        first = first or [Unproven(layer, f"it {beside}")]
         expandable = {path for path in open_units if len(list(prover.calls[f"{layer}.{path}"].module.children())) > 1}
         if not expandable:
             break
         expanded |= expandable
     for wiring in reversed(wirings):  # the finest first: as little as possible is copied
         proven, open_units = _prove_units(prover, rotaries, layer, signature, wiring, lift=True)
-        if not open_units:
+        if not open_units and not prover.beside(layer, wiring):
             return _proven_layer(prover, layer, proven, wiring)
     raise NotProven(first)
 
@@ -475,7 +496,9 @@ def _query_scale(
                 call = prover.calls[path]
                 factors = query_scale_of(call)
                 position = context_of(call).position
-                found = propose_position_scale(factors, position, reference, prover.config)
+                found = None
+                if factors is not None:
+                    found = propose_position_scale(factors, position, reference, prover.config)
                 if found is None:
                     unproven.append(Unproven(path, "no formula here gives the factors by position that it is handed"))
                 return found
@@ -567,7 +590,7 @@ def _streams(proven: Proven, model: nn.Module, config: Any) -> int:
     held = (part.attempt.candidate.arguments.get("connection") for part in proven.layers[0].parts)
     connection = next(argument for argument in held if argument is not None)
     spec = connection.resolve(model.get_submodule(f"{proven.parts.layers}.0"), config)
-    return spec.arguments["streams"]
+    return spec.arguments["streams"]  # type: ignore[union-attr]
 
 
 def _layer_kind(model: nn.Module, config: Any, proven: Proven, shrunk: int, index: int) -> LayerKind:

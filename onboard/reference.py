@@ -51,9 +51,9 @@ class NoteTopK(TorchFunctionMode):
 
 
 class ForceTopK(TorchFunctionMode):
-    """Replaces what routers choose: the indices of the n-th `topk` that is like one of a router (as many to choose from,
-    as many chosen) by `choices[n]`, rows as in the call, values gathered to match. Other calls, of groups of experts or
-    of sparse attention, are left alone. like: (classes, top_k) of the routers."""
+    """Replaces what routers choose: the indices of the n-th `topk` that is like one of a router (as many to choose
+    from, as many chosen) by `choices[n]`, rows as in the call, values gathered to match. Other calls, of groups of
+    experts or of sparse attention, are left alone. like: (classes, top_k) of the routers."""
 
     def __init__(self, choices: list[Tensor], like: Collection[tuple[int, int]]):
         super().__init__()

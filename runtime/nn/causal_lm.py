@@ -19,12 +19,14 @@ class CausalLM(nn.Module):
     """Token ids to logits, or straight to the summed loss.
 
     rotaries: the tables that layers choose from, in order. query_scale: factors by position, handed to all layers.
-    tied: the head reuses the embedding matrix; otherwise it has its own, [V, H]. embed_scale multiplies the embeddings, embed_norm follows them. The logits are logit_softcap *
-    tanh(logit_scale * (W x + b) / logit_softcap); logit_softcap None: just scaled. logit_rows: of a head
-    padded to a round number of rows, those that are tokens. head_rows: of a head with fewer rows than the embedding.
-    streams: copies of the embeddings
-    that layers pass on, [T, streams, H]; merge makes [T, H] of them after the last layer. history: layers hand on a
-    tuple of what was kept of the stream and the stream itself (`DecoderLayer`); merge is given all of it.
+    tied: the head reuses the embedding matrix; otherwise it has its own, [V, H]. embed_scale multiplies the embeddings,
+    embed_norm follows them. The logits are logit_softcap * tanh(logit_scale * (W x + b) / logit_softcap); logit_softcap
+    None: just scaled. logit_rows: of a head padded to a round number of rows, those that are tokens. head_rows: of a
+    head with fewer rows than the embedding.
+
+    streams: copies of the embeddings that layers pass on, [T, streams, H]; merge makes [T, H] of them after the last
+    layer. history: layers hand on a tuple of what was kept of the stream and the stream itself (`DecoderLayer`); merge
+    is given all of it.
     """
 
     def __init__(
@@ -88,7 +90,7 @@ class CausalLM(nn.Module):
         shared = {} if self.query_scale is None else {"query_scale": self.query_scale(position, x.dtype)}
         context = Context(cu_seqlens, lengths, position, tables, ids, shared)
         if self.split is not None:
-            context = self.split.context(context)
+            context = self.split.context(context)  # type: ignore[arg-type]
         if self.streams > 1:
             x = x[:, None].expand(-1, self.streams, -1)
         if self.history:
