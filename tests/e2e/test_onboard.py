@@ -60,7 +60,10 @@ def ours(package):
 
 
 def forced(choices):
-    return ForceTopK(choices) if choices else contextlib.nullcontext()
+    """choices: ((experts, top_k) of a router, what it has to choose [T, top_k]), one for every routed layer."""
+    if not choices:
+        return contextlib.nullcontext()
+    return ForceTopK([index for _, index in choices], {like for like, _ in choices})
 
 
 def their_results(model, documents, choices):
@@ -68,10 +71,11 @@ def their_results(model, documents, choices):
     logits, loss, start = [], torch.zeros((), dtype=torch.float64), 0
     model.zero_grad()
     for document in documents:
-        mine = [choice[start : start + len(document)] for choice in choices]
+        mine = [(like, index[start : start + len(document)]) for like, index in choices]
         start += len(document)
-        with Promote(), forced(mine):
+        with Promote(), forced(mine) as force:
             output = model(input_ids=document[None], labels=document[None], use_cache=False)
+        assert force is None or force.calls == len(choices)
         logits.append(output.logits[0].detach())
         if len(document) > 1:
             loss = loss + output.loss * (len(document) - 1)
@@ -84,8 +88,9 @@ def our_results(model, documents, choices):
     bounds = torch.tensor([0, *torch.tensor(LENGTHS).cumsum(0).tolist()])
     labels = torch.cat([torch.cat((document[1:], torch.tensor([-100]))) for document in documents])
     model.zero_grad()
-    with forced(choices), torch.no_grad():
+    with forced(choices) as force, torch.no_grad():
         logits = model(ids, bounds)
+    assert force is None or force.calls == len(choices)
     with forced(choices):
         loss = model(ids, bounds, labels, loss_chunk=7)
     loss.backward()
@@ -101,12 +106,11 @@ def relative(got, want):
 
 
 def random_choices(model, generator):
-    """Distinct random experts a token for every routed layer."""
+    """Distinct random experts a token for every routed layer, as `forced` takes them."""
     routers = [module.router for module in model.modules() if isinstance(module, MixtureOfExperts)]
-    return [
-        torch.rand(sum(LENGTHS), router.experts, generator=generator).topk(router.top_k, -1).indices
-        for router in routers
-    ]
+    sizes = [(router.experts, router.top_k) for router in routers]
+    scores = [torch.rand(sum(LENGTHS), experts, generator=generator) for experts, _ in sizes]
+    return [(like, score.topk(like[1], -1).indices) for like, score in zip(sizes, scores, strict=True)]
 
 
 @pytest.mark.parametrize("name", [*tiny.FAMILIES, *VARIANTS])
