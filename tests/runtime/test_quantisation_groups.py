@@ -127,6 +127,7 @@ def test_scales_that_do_not_fit(grid):
         quantised_groups(headers(**tensors))
 
 
+@pytest.mark.slow
 def test_half_a_million_headers():
     every = {}
     for layer in range(1, 93):

@@ -41,6 +41,10 @@ def alone(run_training):
     return run_training("alone", *FULL, "train.steps=4", "checkpoint.every=2", "train.accumulation=4")
 
 
+def slow(*case):
+    return pytest.param(*case, marks=pytest.mark.slow)
+
+
 def records(run, name):
     return [record[name] for record in read_metrics(run) if name in record]
 
@@ -50,8 +54,8 @@ def records(run, name):
     [
         (2, ["train.accumulation=4", "parallel.tp=2", "parallel.ep=2", "memory.loss_chunk=16"]),
         (2, ["train.accumulation=4", "parallel.cp=2", "parallel.ep=1"]),
-        (4, ["train.accumulation=2", "parallel.tp=2", "parallel.ep=2", "memory.recompute=false"]),
-        (4, ["train.accumulation=4", "parallel.tp=2", "parallel.cp=2", "parallel.ep=auto"]),
+        slow(4, ["train.accumulation=2", "parallel.tp=2", "parallel.ep=2", "memory.recompute=false"]),
+        slow(4, ["train.accumulation=4", "parallel.tp=2", "parallel.cp=2", "parallel.ep=auto"]),
     ],
     ids=["tp2-ep2", "cp2", "tp2-shard2", "tp2-cp2"],
 )
@@ -63,6 +67,7 @@ def test_training_equals_one_rank(world, settings, run_training, alone, request)
     assert records(run, "tokens") == records(alone, "tokens")  # each counted once
 
 
+@pytest.mark.slow
 def test_resumes_on_another_mesh(run_training, alone):
     settings = [*FULL, "train.steps=4", "checkpoint.every=2", "train.accumulation=4"]
     run = run_training("moved", *settings, "parallel.tp=2", "parallel.ep=2", world=2)
@@ -80,6 +85,7 @@ def package(tmp_path_factory):
     return handmade.write(tiny.make("mixtral", folder / "checkpoint", **config), folder / "package")
 
 
+@pytest.mark.slow
 def test_a_checkpoint_has_the_same_state_on_every_mesh(package, tmp_path):
     saved = harness.run(ranks_train.save, 4, package, (1, 2, 2, 2), tmp_path / "run", 1, [3], 5)[0]
     for world, layout in ((2, (1, 1, 2, 1, 2)), (1, (1, 1, 1)), (2, (1, 1, 1, 2))):
@@ -89,6 +95,7 @@ def test_a_checkpoint_has_the_same_state_on_every_mesh(package, tmp_path):
         assert all(torch.equal(value, saved[name]) for name, value in state.items()), layout
 
 
+@pytest.mark.slow
 def test_a_step_equals_that_of_one_process(package):
     # layout, optimizer, LoRA, recompute, accumulation
     cases = [

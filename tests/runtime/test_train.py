@@ -86,7 +86,7 @@ def plain_losses(tiny_run, run, steps, batches_per_step):
     [
         (1, ["train.accumulation=4", "memory.recompute=false"]),
         (2, ["train.accumulation=2", "parallel.ep=2", "memory.loss_chunk=16"]),
-        (4, ["train.accumulation=1", "parallel.ep=2"]),
+        pytest.param(4, ["train.accumulation=1", "parallel.ep=2"], marks=pytest.mark.slow),
     ],
     ids=["one-rank", "two-ranks", "four-ranks"],
 )
@@ -101,7 +101,7 @@ def test_equals_plain_training(world, settings, run_training, tiny_run):
     assert want[-1][0] < want[0][0] - 0.3  # it learns
 
 
-@pytest.mark.parametrize("world", [1, 4])
+@pytest.mark.parametrize("world", [1, pytest.param(4, marks=pytest.mark.slow)])
 def test_resumes_bit_for_bit(world, run_training):
     settings = ["lora.dropout=0.2", "checkpoint.every=2", "train.precision=bf16"]
     if world > 1:

@@ -34,7 +34,7 @@ CASES = {
 }  # fmt: skip
 
 
-@pytest.fixture(scope="module", params=[2, 4])
+@pytest.fixture(scope="module", params=[2, pytest.param(4, marks=pytest.mark.slow)])
 def results(request):
     return harness.run(ranks_experts.compare, request.param, CASES, timeout=200)
 
