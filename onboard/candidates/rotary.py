@@ -325,7 +325,10 @@ def _is_share(value: Any) -> bool:
 def _head(config: Any) -> int:
     """The size of an attention head: as the config states it, or the heads' share of the stream; 0 where neither is."""
     held = config.to_dict()
-    stated = getattr(config, "head_dim", None)
+    try:
+        stated = getattr(config, "head_dim", None)
+    except Exception:  # a config may refuse to say one number for layers that differ
+        return 0
     hidden, heads = size_of(held, "hidden"), size_of(held, "heads")
     return stated if isinstance(stated, int) else hidden // heads if hidden and heads else 0
 

@@ -443,7 +443,7 @@ IMPORTS = {
     "logging", "math", "numbers", "operator", "random", "string", "torch", "types", "typing", "warnings",
 }  # fmt: skip
 UPSTREAM = "dayzero.runtime.nn.upstream"
-_REFUSED = {"__import__", "breakpoint", "compile", "eval", "exec", "globals", "input", "open"}
+_REFUSED = {"__import__", "breakpoint", "compile", "eval", "exec", "globals", "open"}
 
 
 def check_source(source: str) -> None:
@@ -463,6 +463,9 @@ def check_source(source: str) -> None:
                 raise ValueError(f"line {node.lineno} imports {name}")  # type: ignore[attr-defined]
         if isinstance(node, ast.Name) and node.id in _REFUSED:
             raise ValueError(f"line {node.lineno} uses {node.id}")
+        # `input` is a usual name of a value.
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "input":
+            raise ValueError(f"line {node.lineno} calls input")
 
 
 @functools.lru_cache(maxsize=64)
