@@ -8,6 +8,7 @@ replaced here only (`onboard.training_modes`), and its modules' constructor argu
 
 import contextlib
 import importlib
+import importlib.util
 import json
 import tempfile
 from collections.abc import Collection, Iterator, Mapping
@@ -107,7 +108,8 @@ def _native_config(content: dict[str, Any]) -> Any:
             Path(folder, "config.json").write_text(json.dumps(content))
             return AutoConfig.from_pretrained(folder, trust_remote_code=False)
     # What config.json calls itself proves nothing; the class that it names has a config class of its own.
-    for name in content.get("architectures") or []:
+    named = content.get("architectures") or [] if model_type is None or isinstance(model_type, str) else []
+    for name in named:
         if (cls := _exported(name)) is not None and isinstance(getattr(cls, "config_class", None), type):
             return cls.config_class.from_dict({k: v for k, v in content.items() if k != "model_type"})  # type: ignore[attr-defined]
     raise UnknownArchitecture(f"transformers has no model_type {model_type!r}")
@@ -130,20 +132,25 @@ def _first_line(error: Exception) -> str:
 
 def model_class(config: Any, architectures: list[str]) -> type[nn.Module]:
     """The class of the language model that predicts the next token: the checkpoint's own where this process may run it,
-    else the one that `architectures` names, else the one that transformers has for such a config.
+    else the one that `architectures` names, else, where it names none or transformers runs such configs by another
+    model's class, the one that transformers has for them.
 
-    Raises UnknownArchitecture.
+    Raises UnknownArchitecture: a class that is named and not there is another model than the one that is.
     """
     if (code := remote_code.current()) is not None:
         return code.model_class()
+    others = []
     for name in architectures:
         found = _exported(name) or _beside(config, name)
         if found is not None and _predicts_tokens(found):
             return found
-    if (found := _mapped(config)) is not None:
-        return found
-    listed = ", ".join(architectures) or "none"
-    raise UnknownArchitecture(f"transformers has no causal language model for architectures: {listed}")
+        others.append(f"{name} does not predict tokens" if found is not None else f"there is no {name}")
+    mapped = _mapped(config)
+    if mapped is not None and (not architectures or not _has_model_file(config)):
+        return mapped
+    listed = ", ".join(others) or "none is named"
+    has = f"; for this model_type there is {mapped.__name__}" if mapped is not None else ""
+    raise UnknownArchitecture(f"transformers has no causal language model for architectures: {listed}{has}")
 
 
 def _exported(name: str) -> type | None:
@@ -154,14 +161,29 @@ def _exported(name: str) -> type | None:
 
 
 def _beside(config: Any, name: str) -> type | None:
-    """A class of the model file that belongs to the config's own; not every one is exported."""
-    home = type(config).__module__
-    if ".configuration_" not in home:
+    """A class of the model file that belongs to the config's own; not every one is exported, and some are spelt with
+    other capitals or underscores than checkpoints spell them."""
+    if not _has_model_file(config):
         return None
     with contextlib.suppress(ImportError):
-        found = getattr(importlib.import_module(home.replace(".configuration_", ".modeling_")), name, None)
+        file = vars(importlib.import_module(_model_file(config)))
+        spelt = [key for key in file if _plain(key) == _plain(name)]
+        found = file.get(name if name in spelt else spelt[0]) if spelt else None
         return found if isinstance(found, type) and issubclass(found, nn.Module) else None
     return None
+
+
+def _plain(name: str) -> str:
+    return name.replace("_", "").lower()
+
+
+def _model_file(config: Any) -> str:
+    return type(config).__module__.replace(".configuration_", ".modeling_")
+
+
+def _has_model_file(config: Any) -> bool:
+    """Whether the file of the config's class has one with models beside it."""
+    return ".configuration_" in type(config).__module__ and importlib.util.find_spec(_model_file(config)) is not None
 
 
 def _predicts_tokens(cls: type) -> bool:

@@ -25,13 +25,17 @@ _COUNTS = {*SIZES["layers"], "encoder_layers", "decoder_layers", "num_encoder_la
 
 def layer_list(model: nn.Module) -> nn.ModuleList:
     """The layers of the language model: of the lists beside its embedding that no other list holds, the heaviest, and
-    the last of those. Raises UnknownArchitecture for a model without one."""
+    the last of those. Raises UnknownArchitecture for a model without one, InputError where its config counts none."""
     best, weight = None, -1
     for found in _outer_lists(_text_part(model)):
         held = sum(parameter.numel() for parameter in found.parameters())
         if held >= weight:
             best, weight = found, held
     if best is None:
+        text = text_config(model) if hasattr(model, "config") else None
+        for name in SIZES["layers"]:
+            if getattr(text, name, None) == 0:
+                raise InputError(f"config.json: {name}", found="0", expected="one layer or more")
         raise UnknownArchitecture(f"{type(model).__name__} has no list of layers")
     return best
 

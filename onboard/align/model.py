@@ -211,7 +211,7 @@ def real_weights_error(package: Package, checkpoint: Checkpoint) -> float | None
     documents = [torch.randint(0, vocabulary, (n,), generator=generator) for n in REAL_LENGTHS]
     config = load_config(checkpoint.config)
     with quiet(), torch.no_grad():
-        cls = model_class(config, list(checkpoint.config["architectures"]))
+        cls = model_class(config, list(checkpoint.config.get("architectures") or []))
         computed = _computed_buffers(cls, config) if remote_code.current() is not None else {}
         reference = cls.from_pretrained(  # type: ignore[attr-defined]
             checkpoint.path, config=config, dtype=torch.float32, attn_implementation="eager", trust_remote_code=False

@@ -389,10 +389,10 @@ def unproven(onboard, checkpoint, *says):
         ({"architectures": ["LlamaForSequenceClassification"]}, "LlamaForSequenceClassification"),
         ({"architectures": ["AutoModelForCausalLM"]}, "AutoModelForCausalLM"),
         ({"architectures": ["torch"]}, "torch"),
-        ({"architectures": []}, "architectures"),
-        ({"architectures": ...}, "architectures"),
-        ({"model_type": "novel"}, "novel"),
-        ({"model_type": ...}, "model_type"),
+        ({"architectures": ["LlamaModel"]}, "LlamaModel"),
+        ({"model_type": "novel", "architectures": []}, "novel"),
+        ({"model_type": "novel", "architectures": ["NovelForCausalLM"]}, "novel"),
+        ({"model_type": ..., "architectures": ...}, "model_type"),
         ({"model_type": ["llama"]}, "model_type"),
         ({"quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]}}, "fp8"),
         pytest.param(
@@ -402,8 +402,6 @@ def unproven(onboard, checkpoint, *says):
         ),
         ({"attention_multiplier": 0.0078125}, "attention_multiplier"),
         pytest.param({"logits_scaling": None}, "logits_scaling", marks=pytest.mark.slow),
-        ({"rope_parameters": {"rope_type": "linear", "factor": 4.0, "rope_theta": 1e4}}, "rotary"),
-        ({"hidden_act": "quick_gelu"}, "mlp"),
         ({"rms_norm_eps": float("inf")}, "input_layernorm"),
     ],
 )
@@ -411,6 +409,28 @@ def test_what_is_not_understood_is_listed(onboard, copy, changes, says):
     checkpoint = copy("llama")
     edit(checkpoint / "config.json", **changes)
     unproven(onboard, checkpoint, says)
+
+
+@pytest.mark.parametrize(
+    ("changes", "lifted"),
+    [
+        ({"architectures": ...}, False),
+        pytest.param({"architectures": []}, False, marks=pytest.mark.slow),
+        pytest.param({"model_type": ...}, False, marks=pytest.mark.slow),
+        pytest.param({"model_type": "novel"}, False, marks=pytest.mark.slow),
+        ({"hidden_act": "quick_gelu"}, True),
+    ],
+)
+def test_what_is_understood_all_the_same(onboard, copy, changes, lifted):
+    """One of the two names is enough; an activation that no block has is lifted from the reference, and said to be."""
+    checkpoint = copy("llama")
+    edit(checkpoint / "config.json", **changes)
+    code, out, err = onboard(checkpoint, "--name", "mine", "--json")
+    assert code == 0, out + err
+    assert json.loads(out.splitlines()[-1])["verdict"] == "PASS"
+    package = Path("generated", "mine")
+    assert (package / "lifted.py").exists() is lifted
+    assert ("Lifted, " in (package / "REPORT.md").read_text()) is lifted
 
 
 @pytest.mark.parametrize(

@@ -50,9 +50,23 @@ def test_a_config_without_a_class_of_its_own_gets_the_one_that_the_library_has_f
 
 def test_a_class_that_gives_no_logits_is_not_taken():
     config = load_config(families.config("mixtral"))
-    assert model_class(config, ["MixtralForSequenceClassification"]).__name__ == "MixtralForCausalLM"
-    with pytest.raises(UnknownArchitecture):
-        model_class(nn.Identity(), ["MixtralForSequenceClassification"])
+    both = ["MixtralForSequenceClassification", "MixtralForCausalLM"]
+    assert model_class(config, both).__name__ == "MixtralForCausalLM"
+    for given in (config, nn.Identity()):
+        with pytest.raises(UnknownArchitecture, match="MixtralForSequenceClassification"):
+            model_class(given, both[:1])
+
+
+def test_a_class_that_is_named_and_not_there_is_not_replaced_by_the_one_of_the_config():
+    config = load_config(families.config("mixtral"))
+    with pytest.raises(UnknownArchitecture, match=r"there is no NovelForCausalLM; .* there is MixtralForCausalLM"):
+        model_class(config, ["NovelForCausalLM"])
+    assert model_class(config, []).__name__ == "MixtralForCausalLM"
+
+
+def test_capitals_and_underscores_of_a_class_are_no_difference():
+    config = load_config(families.config("kimi_k25"))
+    assert model_class(config, ["KimiK25ForConditionalGeneration"]).__name__ == "Kimi_K25ForConditionalGeneration"
 
 
 def test_an_unknown_type_with_a_known_class_is_that_class():
