@@ -188,7 +188,10 @@ class _Prover:
         return self.known[key]
 
     def beside(self, layer: str, wiring: LayerParts) -> str:
-        """What the layer does beside the sums of its wiring; "" for nothing."""
+        """What a layer of which modules were looked into does beside the sums of its wiring; "" for nothing."""
+        paths = (f"{layer}.{unit.path}".rpartition(".")[0] for unit in wiring.units)
+        if not any(path in self.calls for path in paths if path != layer):
+            return ""
         return objection(self.calls, layer, wiring, self.config, self.generator)
 
     def lifted(

@@ -95,6 +95,11 @@ class Step:
     numbers: tuple[float, ...]
     shape: tuple[int, ...]
 
+    @property
+    def arithmetic(self) -> set[str]:
+        """The arithmetic that it is, under the names that `Operations` gives; empty for bookkeeping."""
+        return {step for step in _SPELLINGS.get(self.name, (self.name,)) if _is_arithmetic(step)}
+
 
 @dataclass
 class Operations:
@@ -139,7 +144,7 @@ class _Recorder(TorchDispatchMode):
         if plain == "pow" and numbers and numbers[-1] in _POWERS:
             plain, args = _POWERS[numbers[-1]], args[:1]
         for step in _SPELLINGS.get(plain, (plain,)):
-            if step in _ARITHMETIC or step in {"matmul", "softmax", "mean"}:
+            if _is_arithmetic(step):
                 self.operations.steps.add(step)
         scalars: list[Any] = []
         if plain in _SCALAR_ARGUMENTS:
@@ -154,6 +159,10 @@ class _Recorder(TorchDispatchMode):
             if abs(value) not in {0.0, 1.0, float("inf")} and abs(value) < 1e30:
                 self.operations.constants.add(float(value))
         return output
+
+
+def _is_arithmetic(step: str) -> bool:
+    return step in _ARITHMETIC or step in {"matmul", "softmax", "mean"}
 
 
 def _is_number(value: Any) -> bool:

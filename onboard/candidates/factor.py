@@ -22,6 +22,12 @@ _FORMS = {
 def explain_factor(factor: float, module: nn.Module, config: Any) -> Evidence:
     """The nearest number that gives `factor`: the module's own attributes first, then config fields, each as it is or
     in one of the forms that models use; the literal where none does. 1 needs no explanation."""
+    found = find_factor(factor, module, config)
+    return literal(factor, "solved; no field of the config gives it") if found is None else found
+
+
+def find_factor(factor: float, module: nn.Module, config: Any) -> Evidence | None:
+    """As `explain_factor`, but None where no attribute and no field gives it."""
     if factor == 1.0:
         return literal(1.0, "plain sum")
     for form, function in _FORMS.items():
@@ -32,7 +38,7 @@ def explain_factor(factor: float, module: nn.Module, config: Any) -> Evidence:
                 return Evidence(
                     form.format(label), lambda m, c, read=read, function=function: float(function(read(m, c)))
                 )
-    return literal(factor, "solved; no field of the config gives it")
+    return None
 
 
 def _numbers(module: nn.Module, config: Any) -> Iterator[tuple[str, Any]]:

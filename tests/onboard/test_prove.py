@@ -64,10 +64,11 @@ def test_a_model_that_nobody_knows_is_proven_from_what_it_computes():
     with torch.no_grad():
         assert relative_error(logits, run(model, ids_for(131))) <= 1e-12
     (kind,) = spec.layer_kinds
-    assert spec.rotaries[0].arguments == {"dim": 14, "theta": 20000.0, "style": "half"}
+    assert spec.rotaries[0].arguments == {"dim": 14, "theta": 20000.0}
     assert kind.blocks["mixer_norm"].arguments == {"width": 48, "eps": 3e-6, "offset": 0.0}
-    wanted = {"heads": 6, "kv_heads": 3, "head_dim": 14, "rotary": "half", "qk_norm": "none", "window": None}
+    wanted = {"heads": 6, "kv_heads": 3, "head_dim": 14, "rotary": "half"}
     assert kind.blocks["mixer"].arguments.items() >= wanted.items()
+    assert not kind.blocks["mixer"].arguments.keys() & {"qk_norm", "window", "clip"}  # the defaults: none of them
     assert kind.blocks["mixer"].arguments["scale"] == pytest.approx(14**-0.5, rel=1e-15)
     router, experts = (kind.blocks["ffn"].arguments[name].arguments for name in ("router", "experts"))
     assert router.items() >= {"experts": 10, "top_k": 3, "score": "sigmoid", "scored": "all", "scale": 1.75}.items()
