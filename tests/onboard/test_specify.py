@@ -8,7 +8,7 @@ from dayzero.onboard.checkpoint import read_checkpoint
 from dayzero.onboard.composition import NotProven
 from dayzero.onboard.reference import load_config
 from dayzero.onboard.specify import specify, stored_as, unread_fields
-from dayzero.runtime.spec import ModelSpec
+from dayzero.runtime.spec import BlockSpec, ModelSpec
 
 
 def spec_of(name):
@@ -16,7 +16,25 @@ def spec_of(name):
     return ModelSpec.model_validate_json((package / "spec.json").read_text())
 
 
-FFN = {"hidden": 40, "experts": 6, "top_k": 2, "width": 32, "act": "silu", "score": "softmax"}
+FFN = {
+    "experts.hidden": 40, "experts.experts": 6, "experts.width": 32, "experts.act": "silu",
+    "router.hidden": 40, "router.experts": 6, "router.top_k": 2, "router.score": "softmax",
+}  # fmt: skip
+
+
+def flat(block, prefix=""):
+    """Its arguments; those of blocks inside under dotted names, where the block itself stands under its own."""
+    found = {}
+    for name, value in block.arguments.items():
+        if isinstance(value, BlockSpec):
+            found |= {prefix + name: value.block, **flat(value, f"{prefix}{name}.")}
+        else:
+            found[prefix + name] = value
+    return found
+
+
+# What an argument that is not named says.
+DEFAULTS = {"qk_norm": "none", "window": None, "bias": False}
 
 
 @pytest.mark.parametrize(
@@ -24,8 +42,8 @@ FFN = {"hidden": 40, "experts": 6, "top_k": 2, "width": 32, "act": "silu", "scor
     [
         ("llama", {"heads": 4, "kv_heads": 2, "head_dim": 12, "qk_norm": "none"}, {"width": 56, "act": "silu"}),
         ("qwen3", {"heads": 4, "kv_heads": 2, "head_dim": 12, "qk_norm": "head"}, {"width": 56, "act": "silu"}),
-        ("mixtral", {"qk_norm": "none", "window": None}, {**FFN, "renormalise": True}),
-        ("olmoe", {"heads": 4, "head_dim": 10, "qk_norm": "whole"}, {**FFN, "renormalise": False}),
+        ("mixtral", {"qk_norm": "none", "window": None}, {**FFN, "router.normalise": "Normalise"}),
+        ("olmoe", {"heads": 4, "head_dim": 10, "qk_norm": "whole"}, {**FFN, "router.normalise": None}),
         pytest.param("mixtral, window", {"window": 5}, FFN, marks=pytest.mark.slow),
         pytest.param("olmoe, clip", {"clip": 0.5}, FFN, marks=pytest.mark.slow),
         pytest.param("llama, attention bias", {"bias": True, "output_bias": True}, {}, marks=pytest.mark.slow),
@@ -36,12 +54,14 @@ FFN = {"hidden": 40, "experts": 6, "top_k": 2, "width": 32, "act": "silu", "scor
 )  # fmt: skip
 def test_the_blocks_of_the_real_model(name, mixer, ffn):
     kind = spec_of(name).layer_kinds[0]
-    assert kind.blocks["mixer"].arguments.items() >= mixer.items()
-    assert kind.blocks["ffn"].arguments.items() >= ffn.items()
+    for block, wanted in (("mixer", mixer), ("ffn", ffn)):
+        found = DEFAULTS | flat(kind.blocks[block])
+        assert {name: found[name] for name in wanted} == wanted
     for block in kind.blocks.values():
         assert block.proof.status == "proven"
         assert block.proof.error <= 1e-9
-        assert len(block.proof.evidence) == len(block.arguments)
+        explained = {line.partition(" ")[0] for line in block.proof.evidence}
+        assert flat(block).keys() - {"table"} <= explained  # which of the model's tables it reads follows from wiring
 
 
 def test_kinds_of_layers_in_order():
@@ -54,7 +74,9 @@ def test_kinds_of_layers_in_order():
 
 @pytest.mark.slow
 def test_windows_belong_to_their_own_layers():
-    windows = [kind.blocks["mixer"].arguments["window"] for kind in spec_of("qwen3, two kinds of layer").kinds_in_order()]
+    windows = [
+        kind.blocks["mixer"].arguments["window"] for kind in spec_of("qwen3, two kinds of layer").kinds_in_order()
+    ]
     assert windows == [None, 5, None]
 
 
@@ -72,7 +94,7 @@ def test_sizes_of_the_real_model_not_of_the_small_one():
     assert shapes["layers.0.mixer.key.weight"] == (8 * 128, 4096)
     assert shapes["head.weight"] == (150_000, 4096)
     (kind,) = spec.layer_kinds
-    assert kind.blocks["ffn"].arguments["top_k"] == 8
+    assert kind.blocks["ffn"].arguments["router"].arguments["top_k"] == 8
     assert kind.blocks["mixer"].arguments["scale"] == pytest.approx(128**-0.5, rel=1e-15)
     assert kind.blocks["mixer_norm"].arguments["eps"] == 1e-6
     experts = next(rule for rule in spec.rules if rule.parameter.endswith("experts.gate_up"))
