@@ -92,9 +92,16 @@ def test_what_is_proven_keeps_the_weights_of_the_reference():
 def test_swapped_projections_are_told_apart_by_value():
     model = reference("llama")
     attention = model.model.layers[0].self_attn
-    attention.k_proj, attention.v_proj = attention.v_proj, attention.k_proj  # named in the wrong way from here on
-    keys, values = attention.k_proj.forward, attention.v_proj.forward
-    attention.k_proj.forward, attention.v_proj.forward = values, keys
+    forward = attention.forward
+
+    def crossed(*args, **kwargs):  # what is called k_proj makes the values, and the other way round
+        attention.k_proj, attention.v_proj = attention.v_proj, attention.k_proj
+        try:
+            return forward(*args, **kwargs)
+        finally:
+            attention.k_proj, attention.v_proj = attention.v_proj, attention.k_proj
+
+    attention.forward = crossed
     proven, _ = proof(model)
     parameters = proven.layers[0].attempts["mixer"].candidate.parameters
     assert parameters["key.weight"].name == "v_proj.weight"
@@ -179,8 +186,8 @@ def test_a_tampered_module_is_not_proven(place, change):
     tamper(model.get_submodule(path), TAMPERED[change])
     with pytest.raises(NotProven) as error:
         proof(model)
-    assert [item.where for item in error.value.unproven] == [path]
-    (item,) = error.value.unproven
+    # A norm that gives one token nothing leaves the next part too little to be told by: that may be said as well.
+    (item,) = [item for item in error.value.unproven if item.where == path]
     if change.startswith("gradient"):
         assert any("gradient" in line and "1.0e-06" in line for line in item.tried), item
     if change == "a constant too small to see":
