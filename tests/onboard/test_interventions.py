@@ -57,10 +57,12 @@ def test_dropout_and_jitter_change_nothing_in_evaluation(specified):
 
 def test_alternatives():
     assert alternatives("a", True) == [False]
-    assert alternatives("a", 3) == [4]
+    assert alternatives("a", 3) == [4, 6]
+    assert alternatives("a", 1) == [2]
     assert alternatives("a", 2.0) == [3.4]
     assert alternatives("a", 0.0) == [0.3]
     assert alternatives("a", None) == [0.5, 5]
+    assert alternatives("norm_eps", None) == [3e-5]
     assert alternatives("hidden_act", "silu") == ["gelu"]
     assert alternatives("hidden_act", "gelu_new") == ["silu"]
     assert alternatives("a", "eager") == []
@@ -69,4 +71,4 @@ def test_alternatives():
 def test_only_what_the_reference_reads_is_varied():
     config = {"a": 1.0, "b": 2.0, "hidden_size": 48, "num_experts": 8, "rope_parameters": {"x": 2.0, "kind": "y"}}
     names = [name for name, _, _ in varied_fields(config, {"a", "hidden_size", "num_experts", "rope_parameters"})]
-    assert names == ["a", "num_experts", "rope_parameters.x"]
+    assert list(dict.fromkeys(names)) == ["a", "num_experts", "rope_parameters.x"]

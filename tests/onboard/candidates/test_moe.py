@@ -30,11 +30,6 @@ def model_of(family, **changes):
 
 
 def calls_of(model):
-    if getattr(model.config, "is_encoder_decoder", False):
-        whole = model.forward
-        model.forward = lambda input_ids, use_cache: whole(
-            input_ids=input_ids, decoder_input_ids=input_ids, use_cache=use_cache
-        )
     ids = torch.randint(3, 100, (2, 24), generator=torch.Generator().manual_seed(1))
     calls, _ = record_calls(model, ids)
     return calls
