@@ -5,7 +5,6 @@ import pytest
 
 from dayzero.onboard.agent import real_shapes, specify_checkpoint
 from dayzero.onboard.checkpoint import read_checkpoint
-from dayzero.onboard.composition import NotProven
 from dayzero.onboard.reference import load_config
 from dayzero.onboard.specify import specify, stored_as, unread_fields
 from dayzero.runtime.spec import BlockSpec, ModelSpec
@@ -107,38 +106,6 @@ def test_specifying_again_gives_the_same():
     assert one[0].spec == other[0].spec
     assert one[0].model_dump_json() == other[0].model_dump_json()
     assert one[1] == other[1]
-
-
-def config_for(model_type, architecture):
-    from transformers import AutoConfig
-
-    return {**AutoConfig.for_model(model_type).to_dict(), "architectures": [architecture]}
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("model_type", "architecture", "says"),
-    [
-        ("gemma", "GemmaForCausalLM", "embedding"),
-        ("gemma2", "Gemma2ForCausalLM", "head"),
-        ("deepseek_v3", "DeepseekV3ForCausalLM", "does not run at"),
-        ("gpt_oss", "GptOssForCausalLM", "GptOssAttention"),
-        ("qwen2_moe", "Qwen2MoeForCausalLM", "Qwen2MoeSparseMoeBlock"),
-        ("granitemoe", "GraniteMoeForCausalLM", "GraniteMoeAttention"),
-        ("olmo2", "Olmo2ForCausalLM", "structure"),
-        ("phi", "PhiForCausalLM", "structure"),
-        ("falcon", "FalconForCausalLM", "structure"),
-        ("mamba", "MambaForCausalLM", "structure"),
-        ("gptj", "GPTJForCausalLM", "does not run at"),
-        ("bloom", "BloomForCausalLM", "layers"),
-        ("bart", "BartForCausalLM", "number of layers"),
-    ],
-)
-def test_what_the_library_cannot_do_yet_is_said_and_nothing_breaks(model_type, architecture, says):
-    """A row moves out of here when its blocks join the library."""
-    source = read_checkpoint(onboarded.checkpoint("llama"))
-    with pytest.raises(NotProven, match=says):
-        specify(config_for(model_type, architecture), source.identity(), "x")
 
 
 def test_fields_that_nobody_read():
