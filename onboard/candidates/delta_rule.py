@@ -10,11 +10,10 @@ import torch
 from torch import Tensor
 
 from dayzero.onboard.candidates.causes import Switch, causes, named_choice, switches
-from dayzero.onboard.candidates.evidence import Candidate, Evidence, Site, literal, size
+from dayzero.onboard.candidates.evidence import Candidate, Evidence, Site, below, literal, size
 from dayzero.onboard.candidates.feed_forward import linear_calls
 from dayzero.onboard.candidates.projections import (
     Share,
-    below,
     count,
     depthwise,
     equal_values,

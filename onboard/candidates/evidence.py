@@ -3,7 +3,7 @@
 from collections.abc import Callable, Container, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, overload
 
 import torch
 from torch import Tensor, nn
@@ -62,10 +62,20 @@ def present(parameter: str) -> Evidence:
     )
 
 
-def below(path: str, evidence: Evidence) -> Evidence:
-    """Evidence about the child at `path`, as evidence about its parent."""
+@overload
+def below(path: str, claim: Evidence) -> Evidence: ...
+@overload
+def below(path: str, claim: "Candidate") -> "Candidate": ...
+def below(path: str, claim: "Evidence | Candidate") -> "Evidence | Candidate":
+    """A claim about the module at `path` as one about its holder: its evidence is looked up there, its parameters have
+    the path before their names."""
+    if not path:
+        return claim
+    if isinstance(claim, Candidate):
+        return claim.below(path)
     return Evidence(
-        f"{path}: {evidence.label}", lambda module, config: evidence.resolve(module.get_submodule(path), config)
+        claim.label.replace("attribute ", f"attribute {path}.").replace("shape of ", f"shape of {path}."),
+        lambda module, config: claim.resolve(module.get_submodule(path), config),
     )
 
 
@@ -119,10 +129,7 @@ class Candidate:
 
     def below(self, path: str) -> "Candidate":
         """The same claim about the child at `path` of a module, as a claim about that module."""
-        arguments = {
-            name: argument.below(path) if isinstance(argument, Candidate) else below(path, argument)
-            for name, argument in self.arguments.items()
-        }
+        arguments = {name: below(path, argument) for name, argument in self.arguments.items()}
         parameters = {name: source.renamed(lambda held: f"{path}.{held}") for name, source in self.parameters.items()}
         return Candidate(self.block, arguments, parameters, below(path, self.when) if self.when else None)
 

@@ -4,38 +4,16 @@ import contextlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, overload
+from typing import Any
 
 from dayzero.onboard.candidates.causes import causes, changed, drivers, plain_settings
-from dayzero.onboard.candidates.evidence import Candidate, Evidence, Site, site_of
+from dayzero.onboard.candidates.evidence import Evidence, Site, below, site_of
 from dayzero.onboard.trace import Operations, trace
 
 
 def site_below(site: Site, path: str) -> Site:
     """The site of the module at `path` below `site`."""
     return site_of({f"outer.{name}": call for name, call in site.inner.items()}, f"outer.{path}", site.config)
-
-
-@overload
-def below(path: str, argument: Evidence) -> Evidence: ...
-@overload
-def below(path: str, argument: Candidate) -> Candidate: ...
-def below(path: str, argument: Evidence | Candidate) -> Evidence | Candidate:
-    """A claim about the module at `path` as one about its holder: its evidence is looked up there, its parameters have
-    the path before their names."""
-    if not path:
-        return argument
-    if isinstance(argument, Evidence):
-        return Evidence(
-            argument.label.replace("attribute ", f"attribute {path}.").replace("shape of ", f"shape of {path}."),
-            lambda module, config: argument.resolve(module.get_submodule(path), config),
-        )
-    return Candidate(
-        argument.block,
-        {name: below(path, inner) for name, inner in argument.arguments.items()},
-        {name: source.renamed(lambda held: f"{path}.{held}") for name, source in argument.parameters.items()},
-        below(path, argument.when) if argument.when is not None else None,
-    )
 
 
 @dataclass

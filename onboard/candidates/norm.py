@@ -5,9 +5,9 @@ from collections.abc import Iterator
 
 from torch import nn
 
-from dayzero.onboard.candidates.evidence import Candidate, Evidence, Site, literal, size
+from dayzero.onboard.candidates.evidence import Candidate, Evidence, Site, below, literal, size
 from dayzero.onboard.candidates.gates import activations
-from dayzero.onboard.candidates.nesting import Inner, below, site_below
+from dayzero.onboard.candidates.nesting import Inner, site_below
 from dayzero.onboard.reference import state_of
 from dayzero.runtime.weights import Stored
 

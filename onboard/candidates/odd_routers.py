@@ -6,9 +6,9 @@ import torch
 from torch import nn
 
 from dayzero.onboard.candidates.causes import changed, plain_settings
-from dayzero.onboard.candidates.evidence import Candidate, Evidence, literal, size
+from dayzero.onboard.candidates.evidence import Candidate, Evidence, below, literal, size
 from dayzero.onboard.candidates.gates import activations
-from dayzero.onboard.candidates.nesting import Inner, below
+from dayzero.onboard.candidates.nesting import Inner
 from dayzero.onboard.candidates.router import normalise_argument, read_program, scale_argument, scored
 from dayzero.onboard.discover import tensors
 from dayzero.onboard.reference import state_of

@@ -191,10 +191,3 @@ def split_convolutions(
             found |= {f"{role}_conv.bias": Part(0, start, stop, Stored(biases[0]))} if biased else {}
             start = stop
     return found, conv_bias
-
-
-def below(path: str, evidence: Evidence) -> Evidence:
-    """Evidence about the child at `path`, as evidence about its parent."""
-    return Evidence(
-        f"{path}: {evidence.label}", lambda module, config: evidence.resolve(module.get_submodule(path), config)
-    )

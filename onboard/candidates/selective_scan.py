@@ -8,11 +8,10 @@ import torch
 from torch import Tensor
 
 from dayzero.onboard.candidates.causes import causes, named_choice
-from dayzero.onboard.candidates.evidence import Candidate, Evidence, Site, literal, present, size
+from dayzero.onboard.candidates.evidence import Candidate, Evidence, Site, below, literal, present, size
 from dayzero.onboard.candidates.feed_forward import linear_calls
 from dayzero.onboard.candidates.projections import (
     Share,
-    below,
     depthwise,
     equal_values,
     input_projections,

@@ -11,12 +11,11 @@ import torch.nn.functional as F
 from torch import nn
 
 from dayzero.onboard.candidates.causes import causes, causing, changed, named_choice
-from dayzero.onboard.candidates.evidence import Candidate, Evidence, Site, attribute, literal, present, size
+from dayzero.onboard.candidates.evidence import Candidate, Evidence, Site, attribute, below, literal, present, size
 from dayzero.onboard.candidates.feed_forward import linear_calls
 from dayzero.onboard.candidates.projections import (
     Projection,
     Share,
-    below,
     count,
     depthwise,
     equal_values,

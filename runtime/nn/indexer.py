@@ -11,7 +11,7 @@ from .context import Context
 from .documents import pack, unpack
 from .layer_norm import LayerNorm
 from .linear import reset_linear
-from .position_scale import PositionScale
+from .query_scale import LearnedPositionScale
 from .rotary import RotaryStyle, rotate
 from .selected_attention import Indexer, causal
 
@@ -51,7 +51,7 @@ class LightningIndexer(Indexer):
         self.key = nn.Linear(hidden, head_dim, bias=False)
         self.key_norm = LayerNorm(head_dim, key_norm_eps, bias=True)
         self.weight = nn.Linear(hidden, heads, bias=False)
-        self.query_position = PositionScale(heads) if learned_position_scale else None
+        self.query_position = LearnedPositionScale(heads) if learned_position_scale else None
 
     def reset_parameters(self, std: float) -> None:
         for linear in (self.query, self.key, self.weight):

@@ -12,7 +12,7 @@ from .cut import Cut
 from .index_loss import Judged, index_loss
 from .linear import reset_linear
 from .norm import RMSNorm
-from .position_scale import PositionScale, stepwise_scale
+from .query_scale import LearnedPositionScale, stepwise_scale
 from .rotary import rotate
 from .selected_attention import SELECTED, Indexer, attend_selected
 
@@ -121,7 +121,7 @@ class LatentAttention(nn.Module):
         self.kv_up = nn.Linear(kv_rank, heads * (nope_dim + value_dim), bias=False)
         gates = {None: 0, "head": heads, "element": heads * value_dim}[gate]
         self.gate = nn.Linear(source if gate_from == "query" else hidden, gates, bias=False) if gate else None
-        self.query_position = PositionScale(heads) if learned_position_scale else None
+        self.query_position = LearnedPositionScale(heads) if learned_position_scale else None
         self.sinks = nn.Parameter(torch.empty(heads)) if sinks else None
         self.output = nn.Linear(heads * value_dim, hidden, bias=output_bias)
         self.indexer = indexer

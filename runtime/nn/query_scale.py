@@ -35,6 +35,11 @@ def position_scale(kind: QueryScale, position: Tensor, factor: float, length: fl
     return torch.log((seen / length).clamp(min=1.0)) * factor + 1.0
 
 
+def stepwise_scale(position: Tensor, beta: float, step: int) -> Tensor:
+    """1 + beta * log(1 + floor(position / step)): [T], float32 at least; the first token counts as position 0."""
+    return 1 + beta * torch.log(1 + torch.floor(position / step))
+
+
 class PositionScale(nn.Module):
     """The factors that a model hands to the attention of all layers: position [T] -> [T]."""
 
@@ -45,3 +50,22 @@ class PositionScale(nn.Module):
 
     def forward(self, position: Tensor, dtype: torch.dtype) -> Tensor:
         return position_scale(self.kind, position, self.factor, self.length, dtype)
+
+
+class LearnedPositionScale(nn.Module):
+    """scale_n * log(position + 1) + bias_n for each head n.  query: [T, N, D] -> [T, N, D]."""
+
+    def __init__(self, heads: int):
+        super().__init__()
+        self.scale = nn.Parameter(torch.empty(heads))
+        self.bias = nn.Parameter(torch.empty(heads))
+
+    def reset_parameters(self, std: float) -> None:
+        nn.init.zeros_(self.scale)
+        nn.init.ones_(self.bias)
+
+    def forward(self, query: Tensor, position: Tensor) -> Tensor:
+        compute = torch.promote_types(query.dtype, torch.float32)
+        growth = (position + 1).to(compute).log()
+        factor = self.scale.to(compute) * growth[:, None] + self.bias.to(compute)
+        return query * factor[..., None].to(query.dtype)

@@ -79,7 +79,7 @@ def test_is_proven(family, path, block):
 def test_an_epsilon_of_the_code_is_not_taken_for_a_setting_of_the_same_value():
     found = site("qwen3_next", "model.layers.0.linear_attn")
     candidate = proven(found).candidate
-    assert candidate.arguments["norm_eps"].label == "norm: attribute variance_epsilon"
+    assert candidate.arguments["norm_eps"].label == "attribute norm.variance_epsilon"
     assert candidate.arguments["l2_eps"].label.startswith("1e-06")
     with changed(found.module.norm, "variance_epsilon", 1e-3):
         again = site_of({"m": found.call}, "m", found.config)
