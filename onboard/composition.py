@@ -12,7 +12,7 @@ from torch import nn
 
 from dayzero.onboard.align.ladder import rounded_up
 from dayzero.onboard.between_parts import objection
-from dayzero.onboard.calls import Call, tensors
+from dayzero.onboard.calls import Call, Undiscovered, tensors
 from dayzero.onboard.candidates import Candidate, Evidence, Site, site_of
 from dayzero.onboard.candidates.evidence import literal, size
 from dayzero.onboard.candidates.factor import explain_factor
@@ -22,7 +22,7 @@ from dayzero.onboard.candidates.rotary import TOLERANCE as ROTARY_TOLERANCE
 from dayzero.onboard.candidates.rotary import ProposedRotary, propose_rotaries
 from dayzero.onboard.candidates.routing import routing_call
 from dayzero.onboard.contradiction import contradiction
-from dayzero.onboard.discover import ModelParts, Undiscovered, discover
+from dayzero.onboard.discover import ModelParts, discover
 from dayzero.onboard.handed import Table, context_of, handed_tables
 from dayzero.onboard.handed import query_scale as query_scale_of
 from dayzero.onboard.layer_wiring import LayerParts, Unit, layer_parts

@@ -3,9 +3,9 @@
 import torch
 from torch import Tensor
 
+from dayzero.onboard.calls import tensors
 from dayzero.onboard.candidates.evidence import Site
 from dayzero.onboard.candidates.expert_banks import Bank, banks
-from dayzero.onboard.discover import tensors
 
 
 def contradiction(site: Site) -> str | None:

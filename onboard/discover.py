@@ -13,23 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from dayzero.onboard.calls import Call, Undiscovered, floats, record_calls, same, tensors
-from dayzero.onboard.layer_wiring import LayerParts, Unit, kept_before, mixes_tokens, solve
+from dayzero.onboard.layer_wiring import kept_before, solve
 from dayzero.onboard.several import SeveralCall, several, top_level
-
-__all__ = [
-    "Call",
-    "LayerParts",
-    "ModelParts",
-    "Undiscovered",
-    "Unit",
-    "discover",
-    "floats",
-    "mixes_tokens",
-    "record_calls",
-    "same",
-    "solve",
-    "tensors",
-]
 
 
 @dataclass(frozen=True)

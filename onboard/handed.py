@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dayzero.onboard.discover import Call, tensors
+from dayzero.onboard.calls import Call, tensors
 from dayzero.onboard.left import left_by_earlier
 from dayzero.runtime.nn import Context
 from dayzero.runtime.nn.context import lengths_of, positions_of

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from dayzero.onboard.discover import Call
+from dayzero.onboard.calls import Call
 from dayzero.runtime.nn.carried_router import STATE
 from dayzero.runtime.nn.handed_routing import INDEX, WEIGHTS
 from dayzero.runtime.nn.latent_attention import LATENTS, SELECTED

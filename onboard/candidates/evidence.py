@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, overload
 import torch
 from torch import Tensor, nn
 
-from dayzero.onboard.discover import Call
+from dayzero.onboard.calls import Call
 from dayzero.onboard.handed import context_of, made_already
 from dayzero.onboard.trace import Operations, trace
 from dayzero.runtime.nn import Context

@@ -12,9 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from dayzero.onboard.calls import Call, tensors
 from dayzero.onboard.candidates.evidence import Candidate, Evidence, literal
 from dayzero.onboard.config_fields import size_of
-from dayzero.onboard.discover import Call, tensors
 from dayzero.onboard.handed import Table, tables_in
 from dayzero.runtime.nn import Rotary
 

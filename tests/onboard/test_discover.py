@@ -4,7 +4,9 @@ import pytest
 import strange
 import torch
 
-from dayzero.onboard.discover import Logits, Undiscovered, discover, mixes_tokens, record_calls, same
+from dayzero.onboard.calls import Undiscovered, record_calls, same
+from dayzero.onboard.discover import Logits, discover
+from dayzero.onboard.layer_wiring import mixes_tokens
 from dayzero.onboard.reference import Promote, redraw
 
 IDS = torch.randint(3, 131, (2, 9), generator=torch.Generator().manual_seed(0))

@@ -10,12 +10,11 @@ from torch import nn
 from zoo import families
 
 from dayzero.onboard import reference
-from dayzero.onboard.calls import Call
+from dayzero.onboard.calls import Call, record_calls
 from dayzero.onboard.candidates import site_of
 from dayzero.onboard.candidates.evidence import Site
 from dayzero.onboard.candidates.routing import routing_call
 from dayzero.onboard.contradiction import contradiction
-from dayzero.onboard.discover import record_calls
 from dayzero.onboard.prove import TOLERANCE, prove, relative_error
 from dayzero.runtime.nn import Experts, MixtureOfExperts
 

@@ -9,9 +9,9 @@ import torch
 from zoo import families
 
 from dayzero.onboard import reference
+from dayzero.onboard.calls import record_calls
 from dayzero.onboard.candidates import site_of
 from dayzero.onboard.candidates.causes import changed
-from dayzero.onboard.discover import record_calls
 from dayzero.onboard.prove import TOLERANCE, attempt, prove
 
 # family, where its mixer is, the block; slow where the reference is a long Python loop
