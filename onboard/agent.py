@@ -26,11 +26,11 @@ from dayzero.onboard.align.model import real_weights_error
 from dayzero.onboard.checkpoint import Checkpoint, read_checkpoint
 from dayzero.onboard.claims import Claim
 from dayzero.onboard.classify import Ledger, classify, settle
-from dayzero.onboard.composition import NotProven, Unproven
 from dayzero.onboard.config_fields import ConfigView
 from dayzero.onboard.generate import VERSION, model_files, render_package
 from dayzero.onboard.install import install, read_decisions, write_files
 from dayzero.onboard.ledger import Finding, finding
+from dayzero.onboard.proven import NotProven, Unproven
 from dayzero.onboard.reference import UnknownArchitecture, load_config, model_class
 from dayzero.onboard.report import Findings
 from dayzero.onboard.specify import Specification, specify

@@ -210,7 +210,7 @@ def _spec_of(source: Path, trust: bool, unsafe: bool) -> Any:
     """The specification of a package, or of a checkpoint, proven now."""
     from dayzero.onboard.agent import specify_checkpoint
     from dayzero.onboard.checkpoint import read_checkpoint
-    from dayzero.onboard.composition import NotProven
+    from dayzero.onboard.proven import NotProven
 
     if (source / "spec.json").is_file():
         from dayzero.runtime.package import load_package

@@ -92,7 +92,7 @@ def specify_confined(checkpoint: Path, name: str, tell: Callable[[str], None], u
 
 def _items(request: dict[str, Any], checkpoint: Path, folder: Path, name: str, unsafe: bool) -> Iterator[dict]:
     """The objects that the job says, one a line; lines that are none are left out. Raises what it ends with."""
-    from dayzero.onboard.composition import NotProven, Unproven
+    from dayzero.onboard.proven import NotProven, Unproven
 
     packages = folder.resolve() / _PACKAGES  # not the folder itself: inside, that can be emptied but not removed
     request = {**request, "checkpoint": str(checkpoint.resolve()), "folder": str(packages), "name": name}

@@ -20,7 +20,7 @@ from dayzero.runtime.errors import InputError
 def main(request: dict[str, Any]) -> None:
     """Does the job and says what came of it: progress, then "done", "unproven" or "refused"."""
     from dayzero.onboard.checkpoint import read_checkpoint
-    from dayzero.onboard.composition import NotProven
+    from dayzero.onboard.proven import NotProven
 
     torch.set_num_threads(1)
     # What the checkpoint's code prints is not ours: it would stand between the lines.

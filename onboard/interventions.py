@@ -12,16 +12,11 @@ import torch
 from pydantic import Field
 
 from dayzero.onboard.candidates import Evidence
-from dayzero.onboard.composition import (
-    NotProven,
-    Proven,
-    ProvenPart,
-    load_reference,
-    prove_model,
-    specification_of,
-)
+from dayzero.onboard.composition import load_reference, specification_of
 from dayzero.onboard.config_fields import IRRELEVANT, SIZES
 from dayzero.onboard.prove import TOLERANCE, relative_error
+from dayzero.onboard.prove_model import prove_model
+from dayzero.onboard.proven import NotProven, Proven, ProvenPart
 from dayzero.onboard.reference import UnknownArchitecture, build, redraw, run, text_config
 from dayzero.runtime.errors import InputError
 from dayzero.runtime.spec import CheckpointId, Record

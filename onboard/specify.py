@@ -17,17 +17,13 @@ from dayzero.onboard.calls import Call
 from dayzero.onboard.candidates import Candidate
 from dayzero.onboard.canonical_config import set_by
 from dayzero.onboard.claims import Claim, check_claims, check_idle
-from dayzero.onboard.composition import (
-    NotProven,
-    Unproven,
-    load_reference,
-    prove_model,
-    specification_of,
-)
+from dayzero.onboard.composition import load_reference, specification_of
 from dayzero.onboard.config_fields import IRRELEVANT, RENAMED
 from dayzero.onboard.interventions import Intervention, intervene
 from dayzero.onboard.on_disk import quantised_rules, with_prefix, with_shared, with_stored_copies
 from dayzero.onboard.prove import TOLERANCE, Attempt, relative_error
+from dayzero.onboard.prove_model import prove_model
+from dayzero.onboard.proven import NotProven, Unproven
 from dayzero.onboard.real_sizes import sizes_between
 from dayzero.onboard.reference import (
     UnknownArchitecture,

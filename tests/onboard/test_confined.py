@@ -8,8 +8,8 @@ import pytest
 
 from dayzero.onboard import sandbox
 from dayzero.onboard.agent import Outcome, Progress, Run
-from dayzero.onboard.composition import NotProven
 from dayzero.onboard.confined import align_confined, execute_confined, specify_confined
+from dayzero.onboard.proven import NotProven
 from dayzero.runtime.errors import InputError, RunFailed
 
 

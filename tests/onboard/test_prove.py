@@ -9,8 +9,10 @@ import torch
 
 from dayzero.onboard.candidates import site_of
 from dayzero.onboard.candidates.evidence import literal
-from dayzero.onboard.composition import NotProven, load_reference, prove_model, specification_of
+from dayzero.onboard.composition import load_reference, specification_of
 from dayzero.onboard.prove import attempt, prove, relative_error
+from dayzero.onboard.prove_model import prove_model
+from dayzero.onboard.proven import NotProven
 from dayzero.onboard.reference import build, redraw, run
 from dayzero.onboard.shrink import SEQUENCE
 from dayzero.runtime.spec import CheckpointId

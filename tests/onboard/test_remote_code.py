@@ -9,7 +9,7 @@ import torch
 
 from dayzero.onboard import agent, reference
 from dayzero.onboard.checkpoint import read_checkpoint
-from dayzero.onboard.composition import NotProven
+from dayzero.onboard.proven import NotProven
 from dayzero.onboard.remote_code import current, files_to_run, remote_code, using
 from dayzero.runtime.errors import InputError
 

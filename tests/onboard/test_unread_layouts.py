@@ -11,7 +11,7 @@ import skeleton
 from dayzero.onboard.agent import specify_checkpoint
 from dayzero.onboard.checkpoint import read_checkpoint
 from dayzero.onboard.classify import classify
-from dayzero.onboard.composition import NotProven
+from dayzero.onboard.proven import NotProven
 from dayzero.onboard.unread_layouts import READ, unread_layouts
 from dayzero.runtime.quantisation import FORMATS
 

@@ -75,7 +75,7 @@ def onboard(family: str, folder: Path, tell: Any = lambda line: None) -> Result:
     """Takes one family through the ladder. Never raises: what goes wrong is in the result."""
     from dayzero.onboard.agent import climb, specify_checkpoint
     from dayzero.onboard.checkpoint import read_checkpoint
-    from dayzero.onboard.composition import NotProven
+    from dayzero.onboard.proven import NotProven
 
     result, start = Result(family), time.monotonic()
     try:

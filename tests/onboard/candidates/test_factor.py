@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from dayzero.onboard.candidates.factor import explain_factor
+from dayzero.onboard.candidates.factor import explain_factor, explain_in_all
 
 
 def config(**fields):
@@ -48,3 +48,28 @@ def test_what_nothing_holds_stays_a_literal_and_says_so():
 
 def test_one_needs_no_explanation():
     assert explain_factor(1.0, nn.Module(), config(experts_per_token=1)).label.startswith("1.0")
+
+
+def layers(*numbers):
+    """Modules with a number each."""
+    made = [nn.Module() for _ in numbers]
+    for module, number in zip(made, numbers, strict=True):
+        module.depth = number
+    return made
+
+
+def test_one_explanation_for_all_layers_is_no_accident_of_one():
+    """At the first layer both halves of a sum are 2 ** -0.5; the second says which is which."""
+    modules = layers(2, 4, 6)
+    residual = [(1 - 1 / n) ** 0.5 for n in (2, 4, 6)]
+    branch = [n**-0.5 for n in (2, 4, 6)]
+    held = config(heads=4, groups=2)
+    assert explain_in_all(residual, modules, held).label == "sqrt(1 - 1 / attribute depth)"
+    assert explain_in_all(branch, modules, held).label == "1 / sqrt(attribute depth)"
+    (deeper,) = layers(10)
+    assert explain_in_all(residual, modules, held).resolve(deeper, held) == pytest.approx(0.9**0.5)
+
+
+def test_layers_whose_factors_have_nothing_in_common_have_no_explanation():
+    assert explain_in_all([0.5, 0.3], layers(2, 4), config(heads=4)) is None
+    assert explain_in_all([1.0, 1.0], layers(2, 4), config(heads=4)).label.startswith("1.0")
