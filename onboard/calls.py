@@ -1,8 +1,8 @@
 """The calls of a reference's modules as they were: arguments, outputs, and each module again as a pure function."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -107,20 +107,28 @@ def tensors(value: Any) -> list[Tensor]:
 def record_calls(model: nn.Module, ids: Tensor) -> tuple[dict[str, Call], Tensor]:
     """Runs the model once; the first call of every module by path, in order of completion, and the logits.
 
-    Raises Undiscovered for a model that cannot run.
+    What code changes in place afterwards is given back as it was at the call. Raises Undiscovered for a model that
+    cannot run.
     """
     calls: dict[str, Call] = {}
+    before: dict[int, list[_Snapshot]] = {}  # of the arguments of calls that are not over, by module
+    snapshots: list[tuple[Call, list[_Snapshot]]] = []
     handles = []
     for path, module in model.named_modules():
 
-        def hook(module, args, kwargs, output, path=path):
+        def enter(module, args, kwargs):
+            before[id(module)] = _snapshots((args, kwargs))
+
+        def leave(module, args, kwargs, output, path=path):
             call = Call(path, module, args, kwargs, output)
+            snapshots.append((call, [*before.pop(id(module), []), *_snapshots(output)]))
             if path in calls:
                 calls[path].later.append(call)
             else:
                 calls[path] = call
 
-        handles.append(module.register_forward_hook(hook, with_kwargs=True))
+        handles.append(module.register_forward_pre_hook(enter, with_kwargs=True))
+        handles.append(module.register_forward_hook(leave, with_kwargs=True))
     try:
         with torch.no_grad(), Promote():
             logits = model(**inputs(model, ids)).logits
@@ -130,7 +138,34 @@ def record_calls(model: nn.Module, ids: Tensor) -> tuple[dict[str, Call], Tensor
     finally:
         for handle in handles:
             handle.remove()
+    for call, held in snapshots:
+        changed = {id(kept.tensor): kept.copy for kept in held if kept.tensor._version != kept.version}
+        if changed:
+            call.args, call.kwargs, call.output = _replaced((call.args, call.kwargs, call.output), changed)
     return calls, logits
+
+
+class _Snapshot(NamedTuple):
+    """A tensor as it was: torch counts the changes in place of it and of its views in `_version`."""
+
+    tensor: Tensor
+    version: int
+    copy: Tensor
+
+
+def _snapshots(value: Any) -> list[_Snapshot]:
+    return [_Snapshot(tensor, tensor._version, tensor.clone()) for tensor in tensors(value)]
+
+
+def _replaced(value: Any, copies: Mapping[int, Tensor]) -> Any:
+    """Nested tuples, lists and dicts with some of their tensors replaced; what holds none of these stays itself."""
+    if isinstance(value, Tensor):
+        return copies.get(id(value), value)
+    if isinstance(value, dict):
+        return {name: _replaced(held, copies) for name, held in value.items()}
+    if type(value) in {tuple, list}:
+        return type(value)(_replaced(held, copies) for held in value)
+    return value
 
 
 def same(a: Tensor, b: Tensor) -> bool:

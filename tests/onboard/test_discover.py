@@ -36,6 +36,27 @@ def test_recording_leaves_no_hooks_and_keeps_what_was_seen(model):
     assert not same(doubled, call.result)
 
 
+def test_what_is_changed_in_place_is_kept_as_it_was(model):
+    forward = model.tower[0].forward
+    seen = {}
+
+    def in_place(z, pair, veil):
+        normed = model.tower[0].zig(z)
+        seen["normed"] = normed.clone()
+        normed.view(-1).clamp_(-0.1, 0.1)
+        result = forward(z, pair, veil)
+        seen["z"] = z.clone()
+        z.mul_(0.0)
+        return result
+
+    model.tower[0].forward = in_place
+    calls, _ = record_calls(model, IDS)
+    assert torch.equal(calls["tower.0.zig"].result, seen["normed"])
+    assert torch.equal(calls["tower.0.zig"].hidden, seen["z"])
+    assert torch.equal(calls["tower.0"].hidden, seen["z"])
+    assert not any(module._forward_pre_hooks for module in model.modules())
+
+
 def test_the_mixer_is_the_part_whose_tokens_meet(model):
     calls, _ = record_calls(model, IDS)
     assert mixes_tokens(calls["tower.0.see"])

@@ -44,6 +44,7 @@ DEFAULTS = {"qk_norm": "none", "window": None, "bias": False}
         ("mixtral", {"qk_norm": "none", "window": None}, {**FFN, "router.normalise": "Normalise"}),
         ("olmoe", {"heads": 4, "head_dim": 10, "qk_norm": "whole"}, {**FFN, "router.normalise": None}),
         pytest.param("mixtral, window", {"window": 5}, FFN, marks=pytest.mark.slow),
+        pytest.param("olmoe, clip", {"clip": 0.5}, FFN, marks=pytest.mark.slow),
         pytest.param("llama, attention bias", {"bias": True, "output_bias": True}, {}, marks=pytest.mark.slow),
         pytest.param("llama, mlp bias", {"bias": False}, {"bias": True}, marks=pytest.mark.slow),
         pytest.param("llama, gelu", {}, {"act": "gelu"}, marks=pytest.mark.slow),
