@@ -71,12 +71,16 @@ def letters(value: Any, shown: Shown) -> Verdict | None:
     return _hold(shown, {index: _LETTERS[letter] for index, letter in enumerate(entries)})
 
 
-def interval(value: Any, shown: Shown) -> Verdict | None:
-    """full_attention_interval: the last of every so many layers attends, the others recur."""
+def _every(value: Any, shown: Shown, last: str, others: str) -> Verdict | None:
+    """The last of every `value` layers is of one kind, the others of another."""
     if type(value) is not int or value < 1:
         return None
-    every = ["attention" if (index + 1) % value == 0 else "linear_attention" for index in range(shown.count)]
-    return _hold(shown, dict(enumerate(every)))
+    return _hold(shown, {index: others if (index + 1) % value else last for index in range(shown.count)})
+
+
+def interval(value: Any, shown: Shown) -> Verdict | None:
+    """full_attention_interval: the last of every so many layers attends, the others recur."""
+    return _every(value, shown, "attention", "linear_attention")
 
 
 def attend_flags(value: Any, shown: Shown) -> Verdict | None:
@@ -172,10 +176,7 @@ def first_windowed(value: Any, shown: Shown) -> Verdict | None:
 
 def window_interval(value: Any, shown: Shown) -> Verdict | None:
     """sliding_window_pattern: all but the last of every so many layers see a window."""
-    if type(value) is not int or value < 1:
-        return None
-    every = ["full_attention" if (i + 1) % value == 0 else "sliding_attention" for i in range(shown.count)]
-    return _hold(shown, dict(enumerate(every)))
+    return _every(value, shown, "full_attention", "sliding_attention")
 
 
 def chunk(value: Any, shown: Shown) -> Verdict | None:

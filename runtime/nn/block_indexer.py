@@ -1,30 +1,23 @@
 """An indexer that chooses blocks of keys, one choice for each group of heads: the best key of a block speaks for it."""
 
-from typing import ClassVar
-
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 from .context import Context
 from .documents import pack, unpack
 from .indexer import chosen
-from .linear import reset_linear
-from .norm import RMSNorm
 from .rotary import RotaryStyle, rotate
-from .selected_attention import Indexer, causal
+from .selected_attention import NormedIndexer, causal
 
 
-class BlockIndexer(Indexer):
+class BlockIndexer(NormedIndexer):
     """score_h(t, block) = max over the block's s <= t of q_h(x_t) . k(x_s); the top_k blocks of each head h.
 
     q = RMSNorm(query(x)) per head, k = RMSNorm(key(x)), turned by their positions. A block is `unit` tokens of a
     document, from its beginning. The block of the token itself and the local - 1 before it are chosen first, and count.
     Each head chooses for as many of the layer's heads, side by side.
     """
-
-    lora_targets = ()
-    parallel_roles: ClassVar = {"query": "replicate", "key": "replicate"}
 
     def __init__(
         self,
@@ -39,19 +32,9 @@ class BlockIndexer(Indexer):
         rotary: RotaryStyle | None = "half",
         table: int = 0,
     ):
-        super().__init__()
-        self.heads, self.top_k, self.unit, self.score_unit, self.local = heads, top_k, unit, unit, local
+        super().__init__(hidden, heads, head_dim, norm_eps, norm_offset, rotary, table)
+        self.top_k, self.unit, self.score_unit, self.local = top_k, unit, unit, local
         self.groups = heads
-        self.rotary: RotaryStyle | None = rotary
-        self.table = table
-        self.query = nn.Linear(hidden, heads * head_dim, bias=False)
-        self.key = nn.Linear(hidden, head_dim, bias=False)
-        self.query_norm = RMSNorm(head_dim, norm_eps, norm_offset)
-        self.key_norm = RMSNorm(head_dim, norm_eps, norm_offset)
-
-    def reset_parameters(self, std: float) -> None:
-        for linear in (self.query, self.key):
-            reset_linear(linear, std)
 
     def scores(self, x: Tensor, latent: Tensor, context: Context) -> list[Tensor]:
         """x: [T, H]; latent is not used. For every run of documents [B, heads, S, blocks], -inf for blocks to come."""

@@ -12,9 +12,8 @@ from .documents import pack, unpack
 from .indexer import relu_scores
 from .layer_norm import LayerNorm
 from .linear import reset_linear
-from .norm import RMSNorm
 from .rotary import RotaryStyle, rotate
-from .selected_attention import Indexer
+from .selected_attention import Indexer, NormedIndexer
 
 
 class PooledIndexer(Indexer):
@@ -79,16 +78,13 @@ class PooledIndexer(Indexer):
         return tokens_of(parts, self.score_unit, tail=self.tail)
 
 
-class MeanPooledIndexer(Indexer):
+class MeanPooledIndexer(NormedIndexer):
     """score(t, pool) = sum_h relu(q_h(x_t) . k(pool)) / sqrt(head_dim).
 
     q = RMSNorm(query(x)) per head, turned by the token's position; k = RMSNorm(mean over the pool of key(x)), turned by
     the position of the pool's first token. A query chooses budget // pool of the pools that end no later than itself,
     and sees the tokens since the last of those.
     """
-
-    lora_targets = ()
-    parallel_roles: ClassVar = {"query": "replicate", "key": "replicate"}
 
     def __init__(
         self,
@@ -102,18 +98,8 @@ class MeanPooledIndexer(Indexer):
         rotary: RotaryStyle | None = "half",
         table: int = 0,
     ):
-        super().__init__()
-        self.heads, self.head_dim, self.budget, self.score_unit = heads, head_dim, budget, pool
-        self.rotary: RotaryStyle | None = rotary
-        self.table = table
-        self.query = nn.Linear(hidden, heads * head_dim, bias=False)
-        self.key = nn.Linear(hidden, head_dim, bias=False)
-        self.query_norm = RMSNorm(head_dim, norm_eps, norm_offset)
-        self.key_norm = RMSNorm(head_dim, norm_eps, norm_offset)
-
-    def reset_parameters(self, std: float) -> None:
-        for linear in (self.query, self.key):
-            reset_linear(linear, std)
+        super().__init__(hidden, heads, head_dim, norm_eps, norm_offset, rotary, table)
+        self.head_dim, self.budget, self.score_unit = head_dim, budget, pool
 
     def scores(self, x: Tensor, latent: Tensor, context: Context) -> list[Tensor]:
         """x: [T, H]; latent is not used. For every run of documents [B, 1, S, pools], -inf for pools to come."""

@@ -5,6 +5,7 @@ are attended to; -1 for none. A unit is `unit` consecutive tokens, 1 for single 
 """
 
 from collections.abc import Sequence
+from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -14,6 +15,9 @@ from .attend import Visibility, attend
 from .context import Context
 from .cut import Cut
 from .documents import pack, unpack
+from .linear import reset_linear
+from .norm import RMSNorm
+from .rotary import RotaryStyle
 
 SELECTED = "selected"  # context.shared: the index of the last layer that made one
 
@@ -34,6 +38,37 @@ class Indexer(nn.Module):
     def select(self, scores: list[Tensor], context: Context) -> Tensor:
         """The index [T, P, K]."""
         raise NotImplementedError
+
+
+class NormedIndexer(Indexer):
+    """An indexer whose queries and keys are projections of the layer's input, each with an RMS norm over a head, turned
+    by their positions."""
+
+    lora_targets = ()
+    parallel_roles: ClassVar = {"query": "replicate", "key": "replicate"}
+
+    def __init__(
+        self,
+        hidden: int,
+        heads: int,
+        head_dim: int,
+        norm_eps: float,
+        norm_offset: float,
+        rotary: RotaryStyle | None,
+        table: int,
+    ):
+        super().__init__()
+        self.heads = heads
+        self.rotary: RotaryStyle | None = rotary
+        self.table = table
+        self.query = nn.Linear(hidden, heads * head_dim, bias=False)
+        self.key = nn.Linear(hidden, head_dim, bias=False)
+        self.query_norm = RMSNorm(head_dim, norm_eps, norm_offset)
+        self.key_norm = RMSNorm(head_dim, norm_eps, norm_offset)
+
+    def reset_parameters(self, std: float) -> None:
+        for linear in (self.query, self.key):
+            reset_linear(linear, std)
 
 
 def attend_selected(

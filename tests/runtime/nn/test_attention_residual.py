@@ -1,18 +1,11 @@
 import pytest
 import torch
+from drawn import drawn
 
 from dayzero.runtime.nn import AttentionResidual, DecoderLayer, RMSNorm
 from dayzero.runtime.recompute import recompute
 
 GENERATOR = torch.Generator().manual_seed(0)
-
-
-def filled(block):
-    block = block.double()
-    with torch.no_grad():
-        for parameter in block.parameters():
-            parameter.copy_(torch.randn(parameter.shape, generator=GENERATOR, dtype=torch.float64))
-    return block
 
 
 def states(count, tokens=5, hidden=8):
@@ -25,14 +18,14 @@ def rms(x, eps=1e-6):
 
 def test_keys_with_a_learned_norm_weight_and_raw_values():
     """softmax_i(sum(rms(v_i) * weight * query)) over raw v_i, without a scale."""
-    block, held = filled(AttentionResidual(8, 1e-6)), states(4)
+    block, held = drawn(AttentionResidual(8, 1e-6)), states(4)
     scores = torch.stack([(rms(v) * block.norm.weight * block.query).sum(-1) for v in held])
     want = sum(weight[:, None] * v for weight, v in zip(scores.softmax(0), held, strict=True))
     assert torch.allclose(block(*held), want, rtol=1e-12)
 
 
 def test_normed_values_a_scale_and_several_queries():
-    block = filled(AttentionResidual(8, 1e-6, scale=0.25, queries=3, weighted=False, normed_values=True))
+    block = drawn(AttentionResidual(8, 1e-6, scale=0.25, queries=3, weighted=False, normed_values=True))
     held = states(3)
     got = block(*held)
     assert [name for name, _ in block.named_parameters()] == ["query"]
@@ -44,7 +37,7 @@ def test_normed_values_a_scale_and_several_queries():
 
 
 def test_of_one_state_the_mixture_is_that_state_and_the_query_gets_no_gradient():
-    block, (state,) = filled(AttentionResidual(8, 1e-6)), states(1)
+    block, (state,) = drawn(AttentionResidual(8, 1e-6)), states(1)
     got = block(state)
     got.sum().backward()
     assert torch.equal(got, state)
@@ -52,7 +45,7 @@ def test_of_one_state_the_mixture_is_that_state_and_the_query_gets_no_gradient()
 
 
 def test_each_token_by_itself():
-    block, held = filled(AttentionResidual(8, 1e-6, scale=0.5)), states(3, tokens=7)
+    block, held = drawn(AttentionResidual(8, 1e-6, scale=0.5)), states(3, tokens=7)
     apart = torch.cat([block(*(v[:4] for v in held)), block(*(v[4:] for v in held))])
     assert torch.equal(block(*held), apart)
 
@@ -79,7 +72,7 @@ def layer(keeps=""):
     reads["ffn_input"] = "past, x, mixer" if keeps else "past, x + mixer"
     order = list(parts)
     gives = "mixer + ffn" if keeps else "x + mixer + ffn"
-    return filled(DecoderLayer(parts, {name: reads[name] for name in order}, gives, keeps))
+    return drawn(DecoderLayer(parts, {name: reads[name] for name in order}, gives, keeps))
 
 
 def test_a_layer_that_begins_a_block_keeps_its_input_and_starts_anew():
@@ -100,7 +93,7 @@ def test_a_layer_inside_a_block_adds_to_the_stream_and_reads_what_was_kept():
 
 def test_recomputed_layers_give_the_same_gradients():
     layers = [layer(keeps="x"), layer(), layer(keeps="x"), layer()]
-    merge = filled(AttentionResidual(8, 1e-6))
+    merge = drawn(AttentionResidual(8, 1e-6))
     (x,) = states(1)
 
     def gradients():

@@ -1,17 +1,10 @@
 import pytest
 import torch
+from drawn import drawn
 
 from dayzero.runtime.nn import HyperConnected, HyperConnection, RMSNorm, StreamMean, StreamMerge
 
 GENERATOR = torch.Generator().manual_seed(0)
-
-
-def filled(block):
-    block = block.double()
-    with torch.no_grad():
-        for parameter in block.parameters():
-            parameter.copy_(torch.randn(parameter.shape, generator=GENERATOR, dtype=torch.float64))
-    return block
 
 
 def streams(tokens=5, count=3, hidden=8):
@@ -19,7 +12,7 @@ def streams(tokens=5, count=3, hidden=8):
 
 
 def test_the_mixture_is_doubly_stochastic():
-    connection = filled(HyperConnection(8, 3, norm_eps=1e-6, eps=1e-6, iterations=60))
+    connection = drawn(HyperConnection(8, 3, norm_eps=1e-6, eps=1e-6, iterations=60))
     with torch.no_grad():
         connection.weight *= 0.1  # Sinkhorn's iteration is slow where logits are far apart
     read, post, mix = connection(streams())
@@ -32,8 +25,8 @@ def test_the_mixture_is_doubly_stochastic():
 
 @pytest.mark.parametrize("iterations", [None, 1, 4])
 def test_the_update_stream_by_stream(iterations):
-    connection = filled(HyperConnection(8, 3, norm_eps=1e-5, eps=1e-4, post_eps=0.01, iterations=iterations))
-    norm, block = filled(RMSNorm(8, 1e-6)), torch.nn.Linear(8, 8).double()
+    connection = drawn(HyperConnection(8, 3, norm_eps=1e-5, eps=1e-4, post_eps=0.01, iterations=iterations))
+    norm, block = drawn(RMSNorm(8, 1e-6)), torch.nn.Linear(8, 8).double()
     x = streams()
     got = HyperConnected(connection, norm, block)(x, None)
     read, post, *mix = connection(x)
@@ -45,7 +38,7 @@ def test_the_update_stream_by_stream(iterations):
 
 
 def test_merging():
-    x, merge = streams(), filled(StreamMerge(8, 3, norm_eps=1e-6, eps=0.125))
+    x, merge = streams(), drawn(StreamMerge(8, 3, norm_eps=1e-6, eps=0.125))
     flat = x.flatten(1) / (x.flatten(1).square().mean(-1, keepdim=True) + 1e-6).sqrt()
     weights = torch.sigmoid(flat @ merge.weight.T * merge.scale + merge.bias) + 0.125
     assert torch.allclose(merge(x), torch.einsum("tn,tnh->th", weights, x), rtol=1e-12)
