@@ -5,11 +5,11 @@ import functools
 import handmade
 import harness
 import pytest
-import ranks
 import ranks_split
 import split_cases
 import tiny
 import torch
+from split_models import by_world, model_results
 
 from dayzero.runtime.context_parallel import check_parts, part_of
 from dayzero.runtime.errors import InputError
@@ -109,26 +109,10 @@ CASES = {
 @pytest.fixture(scope="module")
 def models(packages):
     """models(world): the results of every rank, computed once, all cases of a world in one go."""
-
-    @functools.cache
-    def on(world):
-        cases = {
-            name: (packages[package], {"layout": layout, **case})
-            for name, (package, layout, case) in CASES[world].items()
-        }
-        return harness.run(ranks.expert_parallel, world, cases, timeout=100)
-
-    return on
+    return model_results(packages, CASES)
 
 
-@pytest.mark.parametrize(
-    ("world", "name"),
-    [
-        pytest.param(world, name, marks=() if world == 2 else pytest.mark.slow)
-        for world, cases in CASES.items()
-        for name in cases
-    ],
-)
+@pytest.mark.parametrize(("world", "name"), by_world(CASES))
 def test_a_model_equals_one_process(world, name, models):
     for result in (of_rank[name] for of_rank in models(world)):
         assert result["loss"] <= 1e-9

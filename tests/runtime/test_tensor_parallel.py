@@ -1,16 +1,15 @@
 """Blocks cut over ranks, and models of them, equal one process: outputs, every gradient, the norm."""
 
-import functools
 import inspect
 
 import handmade
 import harness
 import pytest
-import ranks
 import ranks_split
 import split_cases
 import tiny
 import torch
+from split_models import by_world, model_results
 
 from dayzero.runtime.errors import InputError
 from dayzero.runtime.nn import BLOCKS
@@ -115,26 +114,10 @@ CASES = {
 @pytest.fixture(scope="module")
 def models(packages):
     """models(world): the results of every rank, computed once, all cases of a world in one go."""
-
-    @functools.cache
-    def on(world):
-        cases = {
-            name: (packages[package], {"layout": layout, **case})
-            for name, (package, layout, case) in CASES[world].items()
-        }
-        return harness.run(ranks.expert_parallel, world, cases, timeout=100)
-
-    return on
+    return model_results(packages, CASES)
 
 
-@pytest.mark.parametrize(
-    ("world", "name"),
-    [
-        pytest.param(world, name, marks=() if world == 2 else pytest.mark.slow)
-        for world, cases in CASES.items()
-        for name in cases
-    ],
-)
+@pytest.mark.parametrize(("world", "name"), by_world(CASES))
 def test_a_model_equals_one_process(world, name, models):
     tolerance = 2e-6 if "dtype" in CASES[world][name][2] else 1e-9
     for result in (of_rank[name] for of_rank in models(world)):
