@@ -249,10 +249,9 @@ def align(
         from dayzero.onboard.confined import align_confined
 
         alignment, tried = align_confined(package, source, tell, unsafe)
-    else:
-        alignment, tried = align_package(package, checkpoint, tell)
-    if explain is not None:
         _explain(tried, explain)
+    else:
+        alignment, _ = align_package(package, checkpoint, tell, lambda tried: _explain(tried, explain))
     _print_alignment(alignment, details=True)
     ok = alignment.verdict in {"PASS", "WARN"}
     result = _alignment_json(alignment)
@@ -261,9 +260,12 @@ def align(
         raise Verdict
 
 
-def _explain(tried: list[Any], module: str) -> None:
-    # Only layers of the small model were looked at: any layer's number stands for those of its like.
-    pattern = re.sub(r"\d+", r"\\d+", re.escape(module))
+def _explain(tried: list[Any], module: str | None) -> None:
+    if module is None:
+        return
+    # Only layers of the small model were looked at: any layer's number stands for those of its like. "layer.3.mlp" is
+    # as good as "layers.3.mlp".
+    pattern = re.sub(r"\d+", r"\\d+", re.escape(module)).replace(r"\.\d+", r"s?\.\d+")
     chosen = [item for item in tried if module in item.module] or [t for t in tried if re.search(pattern, t.module)]
     if not chosen:
         raise InputError("--explain", found=module, expected="one of: " + ", ".join(item.module for item in tried))

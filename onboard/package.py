@@ -24,9 +24,15 @@ from dayzero.runtime.recorded_hashes import read_hashes
 from dayzero.runtime.spec import ModelSpec
 
 
-def align_package(folder: Path, checkpoint: Path | None, tell: Callable[[str], None]) -> tuple[Alignment, list[Tried]]:
+def align_package(
+    folder: Path,
+    checkpoint: Path | None,
+    tell: Callable[[str], None],
+    look: Callable[[list[Tried]], None] = lambda tried: None,
+) -> tuple[Alignment, list[Tried]]:
     """Specifies the package's checkpoint again, climbs the ladder, rewrites the package with the new figures.
 
+    look: is shown what was tried for every module before the ladder; what it raises stops here, with nothing rewritten.
     Raises InputError if the checkpoint is another one, or if the package is not what its checkpoint gives.
     """
     read_lock(folder)
@@ -48,6 +54,7 @@ def align_package(folder: Path, checkpoint: Path | None, tell: Callable[[str], N
             expected="what onboard wrote",
             hint="Was it edited, or made by another version? Run onboard again.",
         )
+    look(specification.tried)
     alignment = climb(source, specification, ledger, tell)
     findings = Findings(
         interventions=specification.interventions,

@@ -160,7 +160,7 @@ def _read_run(run: Path, best: bool) -> tuple[Trained, int]:
     except (OSError, ValueError) as error:
         found = "no run.json" if run.is_dir() else "no such folder"
         found = found if isinstance(error, FileNotFoundError) else f"a run.json that cannot be read ({error})"
-        raise InputError(str(run), found=found, expected="the folder of a run: runtime train ... --out RUN") from None
+        raise InputError(str(run), found=found, expected="the folder of a run: runtime train ... --run RUN") from None
     package = load_package(Path(record["package"]), Path(record["checkpoint"]) if record["checkpoint"] else None)
     if package.checkpoint is None:
         raise InputError(

@@ -238,12 +238,16 @@ def test_explain_lists_every_candidate_and_its_miss(onboard, tmp_path):
         tried = [line for line in lines[head + 1 : following] if line.startswith("  not ")]
         alike = [int(line.rsplit("(", 1)[1].split()[0]) if line.endswith(" alike)") else 1 for line in tried]
         assert candidates == sum(alike) + 1
+    lock = (tmp_path / "mixtral" / "onboard.lock").read_text()
     code, _, err = onboard("align", tmp_path / "mixtral", "--explain", "nowhere")
     assert code == 2
     assert "model.layers.0.self_attn" in err
+    assert "every tensor in and out" not in err  # said before the ladder is climbed, with nothing rewritten
+    assert (tmp_path / "mixtral" / "onboard.lock").read_text() == lock
 
 
-def test_explain_shows_what_was_tried_and_by_how_much_it_missed(capsys):
+@pytest.mark.parametrize("module", ["layers.7.mlp", "layer.7.mlp", "model.layers.2.mlp"])
+def test_explain_shows_what_was_tried_and_by_how_much_it_missed(capsys, module):
     tried = [
         Tried(
             module="model.layers.2.mlp",
@@ -254,7 +258,7 @@ def test_explain_shows_what_was_tried_and_by_how_much_it_missed(capsys):
             misses=["FeedForward: holds as well", *3 * ["Mixture with scale from 1.0: misses by 2.0e-03"]],
         )
     ]
-    cli._explain(tried, "layers.7.mlp")
+    cli._explain(tried, module)
     assert capsys.readouterr().out.splitlines() == [
         "model.layers.2.mlp: MixtureOfExperts of 5 candidates, 3.0e-13 (output)",
         "  not FeedForward: holds as well",
