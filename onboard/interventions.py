@@ -187,9 +187,10 @@ def _changed(name: str, before: ProvenPart, after: ProvenPart) -> list[str]:
     changes = [f"{name}: {old.block} -> {new.block}"] if old.block != new.block else []
     if added := sorted(new.parameters.keys() - old.parameters.keys()):
         changes.append(f"{name}: with {', '.join(added)}")
-    for argument in sorted(old.arguments.keys() & new.arguments.keys()):
-        if old.arguments[argument].label != new.arguments[argument].label:
-            changes.append(f"{name}.{argument}: {old.arguments[argument].label} -> {new.arguments[argument].label}")
+    labels = {argument: evidence.label for argument, evidence in old.arguments.items()}
+    for argument, evidence in sorted(new.arguments.items()):
+        if labels.get(argument) != evidence.label:
+            changes.append(f"{name}.{argument}: {labels.get(argument, 'not there')} -> {evidence.label}")
     return changes + _rewired(name, before.factors, after.factors)
 
 

@@ -29,9 +29,9 @@ def effects(specification):
 @pytest.mark.slow
 def test_every_field_that_matters_is_followed_or_proven_anew(specified):
     found = effects(specified("qwen3_moe"))
-    assert found["norm_topk_prob", "false"] == "other block"
+    assert found["norm_topk_prob", "false"] == "follows"
     assert found["hidden_act", '"gelu"'] == "other block"
-    assert found["num_experts_per_tok", "4"] == "follows"
+    assert [e for (field, _), e in found.items() if field == "num_experts_per_tok"] == ["follows"]
     assert [e for (field, _), e in found.items() if field.endswith("_experts")] == ["follows"]
     assert found["attention_bias", "true"] in {"follows", "other block"}
     assert [effect for (field, _), effect in found.items() if field == "rms_norm_eps"] == ["follows"]
