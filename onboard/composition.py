@@ -145,9 +145,11 @@ def load_reference(model: nn.Module, reference: nn.Module, proven: Proven) -> No
         for part in layer.parts:
             path = f"{parts.layers}.{index}.{part.path}".rstrip(".")
             places.append((f"layers.{index}.{part.unit.name}", path, part.attempt))
-    for ours, path, held in places:
+    claims = [(ours, path, attempt.candidate) for ours, path, attempt in places]
+    claims += [(f"rotaries.{index}", held.path, held.candidate) for index, held in enumerate(proven.rotaries)]
+    for ours, path, candidate in claims:
         prefix = path + "."
         inner = {name.removeprefix(prefix): value for name, value in theirs.items() if name.startswith(prefix)}
-        for name, value in held.candidate.values(inner).items():
+        for name, value in candidate.values(inner).items():
             values[f"{ours}.{name}"] = value
     model.load_state_dict(values, strict=True)

@@ -1,6 +1,7 @@
 """What a layer is handed that earlier layers made: a selection of keys, latents, in the form our blocks share them."""
 
 from collections.abc import Mapping
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -87,3 +88,31 @@ def handed_latents(call: Call, after: bool = False) -> dict[str, tuple[Tensor, T
             if all(isinstance(p, Tensor) and p.ndim == 4 and p.shape[:3] == (batch, 1, length) for p in pair):
                 found[str(name)] = (pair[0].detach(), pair[1].detach())
     return found
+
+
+def left_with_first_token_moved(call: Call) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+    """The arguments of the call with one token changed of what earlier layers left in a mapping, [B, heads, S, R] each;
+    None where nothing was left."""
+    if call.hidden.ndim != 3:
+        return None
+    batch, length = call.hidden.shape[:2]
+    found = False
+
+    def moved(value: Any) -> Any:
+        nonlocal found
+        if isinstance(value, Mapping):
+            return {name: moved(held) for name, held in value.items()}
+        if isinstance(value, (tuple, list)):
+            return type(value)(moved(held) for held in value)
+        is_left = isinstance(value, Tensor) and value.ndim == 4 and value.shape[::2] == (batch, length)
+        if not is_left or not value.is_floating_point():
+            return value
+        found = True
+        changed = value.clone()
+        changed[:, :, 0] += 1.0
+        return changed
+
+    changes = {id(value): moved(value) for value in [*call.args, *call.kwargs.values()] if isinstance(value, Mapping)}
+    args = tuple(changes.get(id(value), value) for value in call.args)
+    kwargs = {name: changes.get(id(value), value) for name, value in call.kwargs.items()}
+    return (args, kwargs) if found else None

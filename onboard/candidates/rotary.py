@@ -13,13 +13,16 @@ import torch
 from torch import Tensor, nn
 
 from dayzero.onboard.calls import Call, tensors
-from dayzero.onboard.candidates.evidence import Candidate, Evidence, literal
+from dayzero.onboard.candidates.evidence import Candidate, Evidence, literal, present
 from dayzero.onboard.config_fields import size_of
 from dayzero.onboard.handed import Table, tables_in
+from dayzero.onboard.reference import state_of
 from dayzero.runtime.nn import Rotary
+from dayzero.runtime.weights import Stored
 
 TOLERANCE = 1e-12
 _OFFSETS = (0, 1009, 20011)  # added to the positions: what a scaling does far away shows only there
+_TRAINED = 1e-9  # relative, of tables and gradients at other values of what is trained
 _DEPTH = 3  # of settings inside settings
 
 
@@ -41,12 +44,14 @@ class ProposedRotary:
 
 @dataclass
 class _Seen:
-    """One table with the call that made it, and what this call gives on moved positions (None: cannot be asked)."""
+    """One table with the call that made it, and what this call gives on moved positions (None: cannot be asked).
+    index: which of the call's tables it is."""
 
     table: Table
     call: Call | None
     position: Tensor  # [T]
     moved: list[tuple[Tensor, Table]]
+    index: int = 0
 
 
 def propose_rotaries(calls: Mapping[str, Call], config: Any) -> tuple[list[ProposedRotary], list[str]]:
@@ -96,7 +101,7 @@ def _made(calls: Mapping[str, Call]) -> Iterator[_Seen]:
                 if any(table.is_made_of(other.given) for other in known):
                     continue
                 known.append(table)
-                yield _Seen(table, call, position.flatten(), list(_moved(call, position, index)))
+                yield _Seen(table, call, position.flatten(), list(_moved(call, position, index)), index)
 
 
 def _moved(call: Call, position: Tensor, index: int) -> Iterator[tuple[Tensor, Table]]:
@@ -150,10 +155,20 @@ def _formula(seen: _Seen, config: Any) -> Candidate | None:
                         **arguments,
                         **factor,
                     }
-                    candidate = Candidate("Rotary", whole, {})
-                    if _agrees(candidate, seen, module, config):
+                    candidate = _with_trained(Candidate("Rotary", whole, {}), seen, module)
+                    if _agrees(candidate, seen, module, config) and _trained_alike(candidate, seen, config):
                         return candidate
     return None
+
+
+def _with_trained(candidate: Candidate, seen: _Seen, module: nn.Module) -> Candidate:
+    """The formula with frequencies that are stretched by what is trained, where the module has such a vector."""
+    pairs = seen.table.cos.shape[-1]
+    trained = [name for name, parameter in module.named_parameters() if parameter.shape == (pairs,)]
+    if len(trained) != 1:
+        return candidate
+    arguments = {**candidate.arguments, "trained": present(trained[0])}
+    return Candidate("Rotary", arguments, {"log_stretch": Stored(trained[0])})
 
 
 def _agrees(candidate: Candidate, seen: _Seen, module: nn.Module, config: Any) -> bool:
@@ -162,12 +177,59 @@ def _agrees(candidate: Candidate, seen: _Seen, module: nn.Module, config: Any) -
     except (ValueError, TypeError, KeyError, AttributeError, ZeroDivisionError):
         return False
     assert isinstance(block, Rotary)
+    block.to(torch.float64).requires_grad_(False).load_state_dict(candidate.values(state_of(module)))
     for position, theirs in seen.moved or [(seen.position, seen.table)]:
         ours = block(position, torch.float64)
         for mine, table in zip(ours, (theirs.cos, theirs.sin), strict=True):
             if mine.shape != table.shape or not (mine - table).abs().max() <= TOLERANCE * max(1, position.max()):
                 return False
     return True
+
+
+def _trained_alike(candidate: Candidate, seen: _Seen, config: Any) -> bool:
+    """Whether tables, and the gradients of what is trained in them, are the module's for other values of it, too."""
+    if seen.call is None or not candidate.parameters:
+        return True
+    module, generator = seen.call.module, torch.Generator().manual_seed(0)
+    theirs = dict(module.named_parameters())
+    before = {name: parameter.detach().clone() for name, parameter in theirs.items()}
+    block = candidate.build(module, config).to(torch.float64)
+    try:
+        return all(
+            _alike_at(spread, candidate, seen, theirs, block, generator)
+            for spread in (0.1, 1.0)  # frequencies hardly and much stretched
+        )
+    finally:
+        with torch.no_grad():
+            for name, parameter in theirs.items():
+                parameter.copy_(before[name])
+
+
+def _alike_at(
+    spread: float,
+    candidate: Candidate,
+    seen: _Seen,
+    theirs: Mapping[str, nn.Parameter],
+    block: nn.Module,
+    generator: torch.Generator,
+) -> bool:
+    call = seen.call
+    assert call is not None
+    position = _positions(call)
+    assert position is not None
+    with torch.no_grad():
+        for parameter in theirs.values():
+            parameter.copy_(spread * torch.randn(parameter.shape, generator=generator, dtype=torch.float64))
+    block.load_state_dict(candidate.values(state_of(call.module)))
+    with torch.enable_grad():
+        table = list(tables_in(call.replay_exactly(call.args, call.kwargs), *position.shape))[seen.index]
+        ours = block(seen.position, torch.float64)
+    cotangents = [torch.randn(part.shape, generator=generator, dtype=torch.float64) for part in ours]
+    found = torch.autograd.grad((table.cos, table.sin), list(theirs.values()), cotangents)
+    wanted = candidate.values(dict(zip(theirs, found, strict=True)))
+    made = torch.autograd.grad(ours, [block.get_parameter(name) for name in wanted], cotangents)
+    pairs = [*zip(ours, (table.cos, table.sin), strict=True), *zip(made, wanted.values(), strict=True)]
+    return all(bool((one - other).norm() <= _TRAINED * other.norm()) for one, other in pairs)
 
 
 # --- where a number of the settings is held -------------------------------------------------------------------------

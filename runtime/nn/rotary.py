@@ -28,6 +28,7 @@ class Rotary(nn.Module):
     dynamic: theta grows with the length of the document beyond original_length.
     longrope: divided by short_factors, or by long_factors in documents longer than original_length
     (Ding et al. 2024, arXiv:2402.13753).
+    trained: frequency i is moreover multiplied by exp(log_stretch_i), trained with the model.
 
     Computed in float32, or float64 for float64 models. What depends on a length depends on the length of the token's
     own document, so that packing changes nothing. Raises ValueError for a scaling without what it needs.
@@ -49,6 +50,7 @@ class Rotary(nn.Module):
         truncate: bool = True,
         short_factors: list[float] | None = None,
         long_factors: list[float] | None = None,
+        trained: bool = False,
     ):
         super().__init__()
         if scaling in {"llama3", "yarn", "dynamic", "longrope"} and original_length is None:
@@ -67,6 +69,11 @@ class Rotary(nn.Module):
         self.low_freq_factor, self.high_freq_factor = low_freq_factor, high_freq_factor
         self.beta_fast, self.beta_slow, self.truncate = beta_fast, beta_slow, truncate
         self.short_factors, self.long_factors = short_factors, long_factors
+        self.log_stretch = nn.Parameter(torch.empty(pairs)) if trained else None
+
+    def reset_parameters(self, std: float) -> None:
+        if self.log_stretch is not None:
+            nn.init.zeros_(self.log_stretch)
 
     def forward(self, position: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         compute = torch.float64 if dtype == torch.float64 else torch.float32
@@ -81,6 +88,8 @@ class Rotary(nn.Module):
             angle = where * torch.where(beyond, frequency / long, frequency / short)
         else:
             angle = where * self.frequencies(position.device, compute)
+        if self.log_stretch is not None:
+            angle = angle * self.log_stretch.to(compute).exp()
         return (angle.cos() * self.attention_factor).to(dtype), (angle.sin() * self.attention_factor).to(dtype)
 
     def frequencies(self, device: torch.device, compute: torch.dtype) -> Tensor:

@@ -4,7 +4,7 @@ import pytest
 import strange
 import torch
 
-from dayzero.onboard.calls import Undiscovered, record_calls, same
+from dayzero.onboard.calls import Call, Undiscovered, record_calls, same
 from dayzero.onboard.discover import Logits, discover
 from dayzero.onboard.layer_wiring import mixes_tokens
 from dayzero.onboard.reference import Promote, redraw
@@ -62,6 +62,22 @@ def test_the_mixer_is_the_part_whose_tokens_meet(model):
     assert mixes_tokens(calls["tower.0.see"])
     assert not mixes_tokens(calls["tower.0.do"])
     assert not mixes_tokens(calls["tower.0.zig"])
+
+
+def test_a_mixer_may_meet_only_what_earlier_layers_left():
+    class Asks(torch.nn.Module):
+        def forward(self, hidden, left):
+            key, value = left["near"]
+            return torch.softmax(hidden @ key[:, 0].mT, -1) @ value[:, 0] if self.looks else hidden.sin()
+
+    hidden, key, value = torch.randn(3, 2, 9, 4, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    for looks in (True, False):
+        module = Asks()
+        module.looks = looks
+        left = {"near": (key[:, None], value[:, None])}
+        call = Call("asks", module, (hidden, left), {}, module(hidden, left))
+        assert mixes_tokens(call) == looks
+        assert torch.equal(left["near"][0], key[:, None])  # as it was
 
 
 def test_a_stream_changed_between_embedding_and_layers_is_refused(model):

@@ -39,7 +39,8 @@ def called(module, *kinds):
     calls = []
     for kind in kinds or ("all",):
         args = (x, POSITION) if kind == "all" else (x, POSITION, kind)
-        calls.append(Call("spin", module, args, {}, module(*args)))
+        with torch.no_grad():
+            calls.append(Call("spin", module, args, {}, module(*args)))
     calls[0].later.extend(calls[1:])
     return {"spin": calls[0]}
 
@@ -152,3 +153,35 @@ def test_a_table_that_nobody_makes_is_explained_where_it_is_handed():
     (found,), unknown = propose_rotaries({"layer": Call("layer", nn.Identity(), (hidden, pair), {}, hidden)}, config)
     assert (found.path, unknown) == ("", [])
     assert found.candidate.spec(nn.Module(), config).arguments == {"dim": 16, "theta": 100.0}
+
+
+class Stretched(Spin):
+    """Tables whose frequencies are stretched by what is trained, along `curve`."""
+
+    def __init__(self, curve):
+        super().__init__(8, all=Rotary(16, 100.0))
+        self.curve, self.bend = curve, nn.Parameter(torch.linspace(-0.2, 0.3, 8, dtype=torch.float64))
+
+    def forward(self, x, position):
+        rates = 100.0 ** (-torch.arange(0, 16, 2, dtype=torch.float64) / 16)
+        angle = position[..., None] * rates * self.curve(self.bend)
+        return torch.cat((angle, angle), -1).cos(), torch.cat((angle, angle), -1).sin()
+
+
+def test_frequencies_that_are_trained_are_parameters_of_the_table():
+    config = Settings(head_dim=16, rope_parameters={"rope_theta": 100.0})
+    module = Stretched(torch.exp)
+    candidate = propose_rotary(called(module)["spin"], config)
+    assert candidate.spec(module, config).arguments == {
+        "dim": 16, "theta": 100.0, "attention_factor": 1.0, "trained": True,
+    }  # fmt: skip
+    assert torch.equal(candidate.values(module.state_dict())["log_stretch"], module.bend)
+    assert module.bend.tolist() == torch.linspace(-0.2, 0.3, 8, dtype=torch.float64).tolist()  # as it was
+
+
+def test_frequencies_that_are_trained_otherwise_have_no_formula():
+    config = Settings(head_dim=16, rope_parameters={"rope_theta": 100.0})
+    # The same values here, at this draw, and other gradients.
+    fixed = torch.linspace(-0.2, 0.3, 8, dtype=torch.float64).exp()
+    module = Stretched(lambda bend: fixed + (bend - bend.detach()))
+    assert propose_rotary(called(module)["spin"], config) is None

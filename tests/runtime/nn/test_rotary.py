@@ -106,6 +106,20 @@ def test_longrope_takes_the_long_factors_in_long_documents():
         assert cos[-1].tolist() == pytest.approx(want, rel=1e-13)
 
 
+def test_a_trained_stretch_multiplies_each_frequency():
+    block = Rotary(8, 100.0, trained=True).to(torch.float64)
+    block.reset_parameters(0.02)
+    assert torch.equal(block(POSITION, torch.float64)[0], table()[0])
+    with torch.no_grad():
+        block.log_stretch.copy_(torch.tensor([0.0, math.log(2.0), -1.0, 0.5], dtype=torch.float64))
+    cos, sin = block(POSITION, torch.float64)
+    plain = [100 ** (-i / 4) for i in range(4)]
+    rates = [f * g for f, g in zip(plain, (1.0, 2.0, math.exp(-1), math.exp(0.5)), strict=True)]
+    assert cos[3].tolist() == pytest.approx([math.cos(3 * rate) for rate in rates], rel=1e-13)
+    (grad,) = torch.autograd.grad(sin[3].sum(), [block.log_stretch])  # d sin(3 f e^s) / ds = 3 f e^s cos(3 f e^s)
+    assert grad.tolist() == pytest.approx([3 * rate * math.cos(3 * rate) for rate in rates], rel=1e-12)
+
+
 def test_document_length():
     assert document_length(torch.tensor([0, 1, 2, 0, 0, 1])).tolist() == [3, 3, 3, 1, 2, 2]
     assert document_length(torch.tensor([7, 8, 0])).tolist() == [9, 9, 1]
