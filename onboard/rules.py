@@ -13,7 +13,8 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from dayzero.onboard.expressions import NUMBER, NoRule, StoredValues, express, tied
+from dayzero.onboard.expressions import NoRule, StoredValues, express, stored_names, tied
+from dayzero.onboard.layer_numbers import at_layers, numbered
 from dayzero.onboard.real_sizes import resized_layer
 from dayzero.runtime.spec import RuleSpec, SourceSpec
 from dayzero.runtime.weights import Rule, Source, bind, check_coverage
@@ -81,25 +82,26 @@ _LAYER = re.compile(r"^layers\.(\d+)\.")
 def layer_templates(found: Mapping[str, Source]) -> tuple[dict[str, Source], dict[int, dict[str, Source]]]:
     """Splits expressions into those outside the layers and, by shrunk layer, those inside, with `{layer}` in the names.
 
-    Raises NoRule where the stored name does not hold the layer's number.
+    Raises NoRule where no number in the stored name follows from the layer (`layer_numbers`).
     """
     outside: dict[str, Source] = {}
     inside: dict[int, dict[str, Source]] = defaultdict(dict)
+    layer_of: dict[str, int] = {}
+    parameter_of: dict[str, str] = {}
     for parameter, source in found.items():
         match = _LAYER.match(parameter)
         if match is None:
             outside[parameter] = source
             continue
         layer = int(match.group(1))
-
-        def numbered(name: str, layer=layer, parameter=parameter) -> str:
-            hits = [hit for hit in NUMBER.finditer(name) if int(hit.group()) == layer]
-            if not hits:
-                raise NoRule(f"{parameter} is made of {name}, which does not hold the layer's number {layer}")
-            return name[: hits[0].start()] + "{layer}" + name[hits[0].end() :]
-
-        inside[layer][parameter[match.end() :]] = source.renamed(numbered)
-    return outside, dict(inside)
+        inside[layer][parameter[match.end() :]] = source
+        for name in stored_names(source):
+            layer_of[name], parameter_of[name] = layer, parameter
+    templates = numbered(layer_of, parameter_of)
+    return outside, {
+        layer: {name: source.renamed(templates.__getitem__) for name, source in sources.items()}
+        for layer, sources in inside.items()
+    }
 
 
 def full_rules(
@@ -119,10 +121,15 @@ def full_rules(
     whole = resized_layer(outside, {name: shapes[name] for name in outside}, sizes)
     rules = [RuleSpec(parameter=name, source=SourceSpec.of(source)) for name, source in whole.items()]
     groups: dict[tuple[str, Source], list[int]] = defaultdict(list)
+    names = [
+        [name for source in inside[shrunk].values() for name in stored_names(source)] for shrunk in shrunk_layer_of
+    ]
+    counted = at_layers(names)
     for layer, shrunk in enumerate(shrunk_layer_of):
         theirs = {name: shapes[f"layers.{layer}.{name}"] for name in inside[shrunk]}
         for name, source in resized_layer(inside[shrunk], theirs, sizes).items():
-            groups[name, source].append(layer)
+            own = source.renamed(lambda name, layer=layer: counted.get((name, layer), name))
+            groups[name, own].append(layer)
     for (name, source), layers in groups.items():
         for bounds in progressions(layers):
             spec = SourceSpec.of(source)

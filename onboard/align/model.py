@@ -82,7 +82,7 @@ def _compare(generated: Package, config: Mapping[str, Any], dtype: torch.dtype) 
     ours, reference = load(generated, stored).to(dtype), reference.to(dtype)
     documents = [torch.randint(3, generated.spec.tokens, (n,), generator=generator) for n in LENGTHS]
     tokens = sum(LENGTHS)
-    like, chosen = _routing(ours, reference, documents[0])
+    like, chosen = _routing(ours, reference, documents[0], dtype)
     choices = _choose(tokens, chosen, _group_limits(ours), generator)
     errors = {}
     for routing in ("natural", "forced") if choices else ("natural",):
@@ -101,7 +101,9 @@ def _compare(generated: Package, config: Mapping[str, Any], dtype: torch.dtype) 
     return errors
 
 
-def _routing(ours: nn.Module, reference: nn.Module, ids: Tensor) -> tuple[set[tuple[int, int]], list[tuple[int, int]]]:
+def _routing(
+    ours: nn.Module, reference: nn.Module, ids: Tensor, dtype: torch.dtype
+) -> tuple[set[tuple[int, int]], list[tuple[int, int]]]:
     """(classes, top_k) of our routers and (groups, kept) of their limits; and both in the order of one pass, none where
     the reference does not choose in the same order, as where a table of the token ids decides."""
     modules: list[Any] = list(ours.modules())
@@ -110,7 +112,7 @@ def _routing(ours: nn.Module, reference: nn.Module, ids: Tensor) -> tuple[set[tu
     } | _group_limits(ours)
     with torch.no_grad(), NoteTopK() as mine:
         ours(ids, torch.tensor([0, len(ids)]))
-    with torch.no_grad(), NoteTopK() as theirs:
+    with torch.no_grad(), _promoting(dtype), NoteTopK() as theirs:
         reference(input_ids=ids[None], use_cache=False)
     mine_chosen, chosen = ([pair for pair in noted.seen if pair in like] for noted in (mine, theirs))
     return like, chosen if chosen == mine_chosen else []
@@ -163,7 +165,7 @@ def _reference_pass(
         mine = [choice[start : start + len(document)] for choice in forced or []]
         force = ForceTopK(mine, like) if forced is not None else None
         kwargs = {"input_ids": document[None], "use_cache": False}
-        with Promote() if dtype == torch.float64 else contextlib.nullcontext(), force or contextlib.nullcontext():
+        with _promoting(dtype), force or contextlib.nullcontext():
             parts.append(model(**kwargs).logits[0])
         if force is not None and force.calls != len(mine):
             raise RuntimeError(f"the reference selected {force.calls} times, ours does {len(mine)} times")
@@ -174,6 +176,11 @@ def _reference_pass(
     grads = torch.autograd.grad(loss, list(names.values()), allow_unused=True, materialize_grads=True)
     gradients = dict(zip(names, grads, strict=True))
     return {"logits": logits.detach(), "loss": loss.detach(), "gradients": gradients}
+
+
+def _promoting(dtype: torch.dtype) -> contextlib.AbstractContextManager:
+    """What the reference needs around it to compute in `dtype` throughout."""
+    return Promote() if dtype == torch.float64 else contextlib.nullcontext()
 
 
 def _our_pass(

@@ -3,7 +3,8 @@
 A rule names a parameter and an expression over checkpoint tensors. An expression says, for every region of the
 parameter, which region of which stored tensor it is (`Node.pieces`): reading fills the parameter from there, writing
 gives the stored tensors back under their own names and shapes, and only the bytes that are needed are touched. Names
-may hold `{layer}` and `{expert}`; a rule stands for all values of its ranges.
+may hold `{layer}` and `{expert}`, or a number that follows from them (`names.py`); a rule stands for all values of its
+ranges.
 """
 
 from dayzero.runtime.weights.cast import Cast

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from dayzero.runtime.quantisation import FORMATS, RoundTrip, decode_into, decoded_shape, encode
+from dayzero.runtime.weights.names import filled
 from dayzero.runtime.weights.node import Leaf, Piece, Reader, Region, whole
 
 
@@ -23,7 +24,7 @@ class Decoded(Leaf):
 
     def parts_of(self, index) -> dict[str, str]:
         """Role -> name of the stored tensor."""
-        return {role: name.format_map(index) for role, name in self.tensors}
+        return {role: filled(name, index) for role, name in self.tensors}
 
     def renamed(self, change):
         return Decoded(self.format, tuple((role, change(name)) for role, name in self.tensors))

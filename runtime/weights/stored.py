@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 
+from dayzero.runtime.weights.names import filled
 from dayzero.runtime.weights.node import Leaf, Piece
 
 CHUNK = 1 << 24  # bytes that are put into place at a time, so that a check of them needs no more
@@ -17,16 +18,16 @@ class Stored(Leaf):
         return Stored(change(self.name))
 
     def names(self, index):
-        yield self.name.format_map(index)
+        yield filled(self.name, index)
 
     def shape(self, shapes, index):
-        return shapes[self.name.format_map(index)]
+        return shapes[filled(self.name, index)]
 
     def dtype(self, reader, index):
-        return reader.dtype(self.name.format_map(index))
+        return reader.dtype(filled(self.name, index))
 
     def fill(self, piece: Piece, reader, shapes, put) -> int:
-        data = reader.read(self.name.format_map(piece.index), piece.region)
+        data = reader.read(filled(self.name, piece.index), piece.region)
         if data.ndim == 0:
             put(piece.view, _cast(data, piece))
             return data.nbytes

@@ -176,3 +176,59 @@ def test_irregular_kinds_keep_every_layer_exactly_once(pattern):
     assert {name: rule.names() for name, rule in bound.items()} == {
         f"layers.{layer}.{'de'[kind]}": [f"h.{layer}.{'de'[kind]}"] for layer, kind in enumerate(pattern)
     }
+
+
+def _names_of(stored, parameters, follows):
+    """Parameter -> names of its tensors, of a model whose layers follow the shrunk ones like this."""
+    templates = layer_templates(find_rules(parameters, stored))
+    shapes = {
+        f"layers.{layer}.{name.split('.', 2)[2]}": tuple(parameters[name].shape)
+        for layer, shrunk in enumerate(follows)
+        for name in parameters
+        if name.startswith(f"layers.{shrunk}.")
+    }
+    rules = full_rules(templates, follows, shapes)
+    names = {name: rule.names() for name, rule in bind([rule.build() for rule in rules]).items()}
+    return names, {(rule.parameter, rule.source.name): rule.ranges["layer"] for rule in rules}
+
+
+def test_numbers_that_count_only_the_layers_that_have_such_a_tensor():
+    """Shrunk: a layer without a query, then two kinds with one, numbered from 0. Real: two layers without, six with."""
+    parameters = {f"layers.{layer}.query": new(3 + layer % 2, seed=layer) for layer in (1, 2)}
+    parameters["layers.0.w"] = new(2, seed=5)
+    stored = {f"queries.{layer - 1}": parameters[f"layers.{layer}.query"] for layer in (1, 2)}
+    stored["layers.0.w"] = parameters["layers.0.w"]
+    names, ranges = _names_of(stored, parameters, [0, 0, 1, 2, 1, 2, 1, 1])
+    assert {name: found for name, found in names.items() if "query" in name} == {
+        f"layers.{layer}.query": [f"queries.{layer - 2}"] for layer in range(2, 8)
+    }
+    assert set(ranges) == {("layers.{layer}.query", "queries.{layer-2}"), ("layers.{layer}.w", "layers.{layer}.w")}
+
+
+def test_every_second_layer_is_numbered_through():
+    parameters = {"layers.0.a": new(3, seed=1), "layers.1.b": new(4, seed=2)}
+    stored = {"as.0": parameters["layers.0.a"], "bs.0": parameters["layers.1.b"]}
+    names, ranges = _names_of(stored, parameters, [0, 1] * 3)
+    assert [names[f"layers.{layer}.b"] for layer in (1, 3, 5)] == [["bs.0"], ["bs.1"], ["bs.2"]]
+    assert ranges["layers.{layer}.b", "bs.{(layer-1)/2}"] == (1, 6, 2)
+    # What looks like the layer's own number is taken for it.
+    assert [names[f"layers.{layer}.a"] for layer in (0, 2, 4)] == [["as.0"], ["as.2"], ["as.4"]]
+
+
+@pytest.mark.parametrize("follows", [[0, 1, 1, 0, 1], [1, 0, 0, 0, 1, 1, 0]])
+def test_irregular_layers_are_numbered_through(follows):
+    parameters = {"layers.0.a": new(3, seed=1), "layers.1.b": new(4, seed=2)}
+    stored = {"as.1.x": parameters["layers.0.a"], "bs.0.x": parameters["layers.1.b"]}
+    names, _ = _names_of(stored, parameters, follows)
+    assert {name: found[0] for name, found in names.items()} == {
+        f"layers.{layer}.{'ab'[kind]}": f"{'ab'[kind]}s.{follows[:layer].count(kind) + 1 - kind}.x"
+        for layer, kind in enumerate(follows)
+    }
+
+
+def test_numbers_at_a_constant_distance():
+    parameters = {f"layers.{layer}.w": new(3, seed=layer) for layer in (0, 1, 3)}
+    stored = {f"h.{layer + 4}.w": value for layer, value in zip((0, 1, 3), parameters.values(), strict=True)}
+    outside, inside = layer_templates(find_rules(parameters, stored))
+    assert outside == {}
+    assert {source["w"] for source in inside.values()} == {Stored("h.{layer+4}.w")}
