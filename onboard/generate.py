@@ -148,12 +148,19 @@ def model_py(spec: ModelSpec) -> str:
     """model.py of the specification."""
     functions = _kind_functions(spec)
     layers_of: dict[int, list[int]] = {}
+    of_encoder: dict[int, list[int]] = {}
     for run in spec.layers:
         layers_of.setdefault(run.kind, []).extend(range(run.first, run.first + run.count))
     kinds = []
+    for run in spec.encoder.layers if spec.encoder is not None else ():
+        of_encoder.setdefault(run.kind, []).extend(range(run.first, run.first + run.count))
     for number, kind in enumerate(spec.layer_kinds):
-        kinds.append({"function": functions[number], "layers": ranges(layers_of[number]), "kind": kind})
-    blocks = {"CausalLM", "DecoderLayer"} | {inner.block for block in spec.blocks() for inner in block.walk()}
+        shown = [f"Layers {ranges(layers_of[number])}"] if number in layers_of else []
+        shown += [f"Layers {ranges(of_encoder[number])} of the encoder"] if number in of_encoder else []
+        kinds.append({"function": functions[number], "layers": "; ".join(shown), "kind": kind})
+    blocks = {"CausalLM", "DecoderLayer", *(["Encoder"] if spec.encoder is not None else [])} | {
+        inner.block for block in spec.blocks() for inner in block.walk()
+    }
     text = (
         environment()
         .get_template("model.py.j2")
@@ -163,6 +170,10 @@ def model_py(spec: ModelSpec) -> str:
             kinds=kinds,
             blocks=sorted(blocks),
             runs=[{"function": functions[run.kind], "count": run.count} for run in spec.layers],
+            encoder_runs=[
+                {"function": functions[run.kind], "count": run.count}
+                for run in (spec.encoder.layers if spec.encoder is not None else ())
+            ],
             call=call,
             proof_line=proof_line,
         )

@@ -25,7 +25,7 @@ def measure_layers(model: CausalLM, tokens: int) -> list[LayerBytes]:
     except (NotImplementedError, RuntimeError, ValueError, TypeError, KeyError, IndexError):
         # Lifted code may look at values, which there are none of.
         compute = model.embed.weight.element_size()
-        return [_estimate(layer, compute, tokens, model.embed.weight.shape[1]) for layer in model.layers]
+        return [_estimate(layer, compute, tokens, model.embed.weight.shape[1]) for layer in model.all_layers]
 
 
 def kept(layer: LayerBytes, ep: int) -> int:

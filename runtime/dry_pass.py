@@ -198,19 +198,22 @@ def layer_bytes(model: CausalLM, tokens: int) -> list[LayerBytes]:
     inputs: list[tuple[Any, Context]] = []
     hooks = [
         layer.register_forward_pre_hook(lambda layer, args: inputs.append((args[0], _apart(args[1]))))
-        for layer in model.layers
+        for layer in model.all_layers
     ]
     try:
         operators_called(model, lambda *args, **kwargs: None, tokens)
     finally:
         for hook in hooks:
             hook.remove()
-    return [_bytes_of(layer, x, context) for layer, (x, context) in zip(model.layers, inputs, strict=True)]
+    return [_bytes_of(layer, x, context) for layer, (x, context) in zip(model.all_layers, inputs, strict=True)]
 
 
 def _apart(context: Context) -> Context:
     """The context as it is now, off its graph."""
-    return replace(context, shared={name: value.detach() for name, value in context.shared.items()})
+    source = context.source
+    if source is not None:
+        source = replace(source, states=source.states.detach())
+    return replace(context, shared={name: value.detach() for name, value in context.shared.items()}, source=source)
 
 
 def _bytes_of(layer: nn.Module, x: Any, context: Context) -> LayerBytes:
@@ -219,6 +222,7 @@ def _bytes_of(layer: nn.Module, x: Any, context: Context) -> LayerBytes:
     before = dict(context.shared)
     given = [t for pair in context.tables for t in pair]
     given += [t for t in (context.ids, context.position, context.cu_seqlens) if t is not None]
+    given += [context.source.states] if context.source is not None else []
     parameters = list(layer.parameters())
     followed = _Followed([*parameters, *layer.buffers(), *streams, *before.values(), *given])
     inside = _OfExperts(layer, followed)

@@ -145,10 +145,12 @@ def check_content(
 def load_random(model: nn.Module, fresh: CausalLM, std: float, seed: int) -> None:
     """Random weights, the same for any layout. fresh: the same model, unsharded and on the meta device; consumed."""
     parameters = _tensors(model)
-    layers, fresh.layers = fresh.layers, nn.ModuleList()
-    for number, (prefix, unit) in enumerate(
-        [("", fresh), *((f"layers.{i}.", layer) for i, layer in enumerate(layers))]
-    ):
+    units: list[tuple[str, nn.Module]] = [("", fresh)]
+    for path, stack in (("layers", fresh), ("encoder.layers", fresh.encoder)):
+        if stack is not None:
+            units += [(f"{path}.{i}.", layer) for i, layer in enumerate(stack.layers)]
+            stack.layers = nn.ModuleList()
+    for number, (prefix, unit) in enumerate(units):
         unit.to_empty(device="cpu")
         initialise(unit, std, seed * 100_003 + number)
         for name, value in _tensors(unit).items():

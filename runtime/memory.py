@@ -182,9 +182,7 @@ def measure(
     Trained parameters are float32, as `precision.keep_parameters` makes them; frozen ones keep the commonest dtype of
     the checkpoint in a bf16 run. Raises InputError for a model without anything to adapt, or that tp cannot cut.
     """
-    used = sorted({run.kind for run in spec.layers})
-    runs = [{"first": place, "count": 1, "kind": kind} for place, kind in enumerate(used)]
-    small = spec.model_validate({**spec.model_dump(), "layers": runs, "rules": []})
+    small, used = spec.one_of_each_kind()
     with torch.device("meta"):
         model = small.build()
         targets = apply_lora(model, lora_rank, 1.0) if mode == "lora" else []
@@ -214,20 +212,20 @@ def measure(
         return Unit(name, tuple(made), experts, buffers)
 
     kinds = []
-    for kind, layer in zip(used, model.layers, strict=True):
+    for kind, layer in zip(used, model.all_layers, strict=True):
         containers = [(name, module) for name, module in layer.named_modules() if isinstance(module, Experts)]
         inner = tuple(unit(f"layers of kind {kind}: {name}", module, [], True) for name, module in containers)
         moes = tuple(module for module in layer.modules() if isinstance(module, MixtureOfExperts))
         dense = unit(f"layers of kind {kind}", layer, [module for _, module in containers])
         kinds.append(Kind(dense, inner, moes, sharing_of(layer, tp)))
     head = model.embed if model.head is None else model.head
-    root = unit("root: embedding, last norm, head", model, list(model.layers))
+    root = unit("root: embedding, last norm, head", model, model.all_layers)
     if precision == "bf16":
         for parameter in model.parameters():
             parameter.data = parameter.data.to(torch.bfloat16)
     return Model(
         tuple(kinds),
-        tuple(used.index(run.kind) for run in spec.layers for _ in range(run.count)),
+        tuple(used.index(kind) for kind in spec.used_kinds),
         root,
         spec.hidden,
         spec.vocabulary,

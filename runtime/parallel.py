@@ -19,7 +19,7 @@ from dayzero.runtime.context_parallel import check_context_parallel
 from dayzero.runtime.mesh import Layout, Meshes, divisors, make_meshes
 from dayzero.runtime.nn import CausalLM, Experts, MixtureOfExperts
 from dayzero.runtime.nn.expert_parallel import Exchange
-from dayzero.runtime.tensor_parallel import split_tensors
+from dayzero.runtime.tensor_parallel import check_alone, split_tensors
 
 __all__ = ["Layout", "Meshes", "divisors", "make_meshes", "parallelise", "split_experts"]
 
@@ -35,6 +35,7 @@ def parallelise(model: CausalLM, meshes: Meshes, compute: torch.dtype | None = N
         MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=torch.float32) if compute else MixedPrecisionPolicy()
     )
     if meshes.split is not None:
+        check_alone(model)
         if meshes.split.cp is not None:
             check_context_parallel(model, meshes.split.cp.size())
         meshes.split.install(model)
@@ -46,7 +47,7 @@ def parallelise(model: CausalLM, meshes: Meshes, compute: torch.dtype | None = N
             if ep.size() > 1:
                 module.exchange = Exchange(ep.get_group(), dtype=compute)
     place = None if meshes.cut is None else _dense_placement(meshes.dense, meshes.cut)
-    for layer in model.layers:
+    for layer in model.all_layers:
         for module in layer.modules():
             if isinstance(module, Experts):
                 placement = _expert_placement(module, meshes.experts["efsdp"].size())
@@ -64,7 +65,7 @@ def parallelise(model: CausalLM, meshes: Meshes, compute: torch.dtype | None = N
 def _prefetch(model: CausalLM) -> None:
     """Each unit asks for the one that follows it while it computes: a layer for its experts and the next layer, and in
     the backward pass for its experts and the layer before."""
-    layers = [layer for layer in model.layers if isinstance(layer, FSDPModule)]
+    layers = [layer for layer in model.all_layers if isinstance(layer, FSDPModule)]
     for number, layer in enumerate(layers):
         experts = [module for module in layer.modules() if isinstance(module, FSDPModule) and module is not layer]
         layer.set_modules_to_forward_prefetch([*experts, *layers[number + 1 : number + 2]])

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from torch import nn
 
 from dayzero.runtime.nn import CausalLM, GroupedQueryAttention, LatentAttention
-from dayzero.runtime.tensor_parallel import cuts_of, inner_parts
+from dayzero.runtime.tensor_parallel import check_alone, cuts_of, inner_parts
 
 
 @dataclass(frozen=True)
@@ -26,6 +26,7 @@ def cut_dimensions(model: CausalLM, tp: int) -> dict[int, int]:
     """id of a parameter -> the dimension that tp cuts. Raises InputError for sizes that do not fit."""
     if tp == 1:
         return {}
+    check_alone(model)
     found = {}
     for layer_path, layer in model.layers.named_children():
         for path, part in _parts(f"layers.{layer_path}", layer):

@@ -148,8 +148,25 @@ class CheckpointId(Record):
     dtypes: dict[str, int]  # safetensors dtype name -> tensors
 
 
+class EncoderSpec(Record):
+    """The encoder beside the decoder (`runtime.nn.encoder`). layers: over the model's `layer_kinds`. own_embedding: it
+    does not read the decoder's."""
+
+    layers: list[LayerRun]
+    norm: BlockSpec
+    own_embedding: bool = False
+    embed_scale: float = 1.0
+    positions: BlockSpec | None = None
+
+    @property
+    def kinds(self) -> list[int]:
+        """The kind of every layer, one by one."""
+        return [run.kind for run in self.layers for _ in range(run.count)]
+
+
 class ModelSpec(Record):
-    """A decoder-only model. `layers` covers 0 .. n-1 in order, run-length coded over `layer_kinds`."""
+    """A decoder, and an encoder where it looks at one. `layers` covers 0 .. n-1 in order, run-length coded over
+    `layer_kinds`."""
 
     format: Literal[1] = 1
     name: str
@@ -169,6 +186,8 @@ class ModelSpec(Record):
     merge: BlockSpec | None = None
     head_rows: int | None = Field(default=None, exclude_if=lambda rows: rows is None)
     history: bool = Field(default=False, exclude_if=lambda history: not history)
+    positions: BlockSpec | None = Field(default=None, exclude_if=lambda positions: positions is None)
+    encoder: EncoderSpec | None = Field(default=None, exclude_if=lambda encoder: encoder is None)
     layer_kinds: list[LayerKind]
     layers: list[LayerRun]
     norm: BlockSpec
@@ -188,8 +207,32 @@ class ModelSpec(Record):
         return sum(run.count for run in self.layers)
 
     def kinds_in_order(self) -> list[LayerKind]:
-        """The kind of every layer, one by one."""
+        """The kind of every layer of the decoder, one by one."""
         return [self.layer_kinds[run.kind] for run in self.layers for _ in range(run.count)]
+
+    def stacks(self) -> dict[str, list[LayerKind]]:
+        """Path of the list -> the kind of each of its layers, in the order in which they run: of the encoder too."""
+        encoder = [self.layer_kinds[kind] for kind in self.encoder.kinds] if self.encoder is not None else []
+        return {**({"encoder.layers": encoder} if encoder else {}), "layers": self.kinds_in_order()}
+
+    @property
+    def used_kinds(self) -> list[int]:
+        """The kind of every layer in the order in which they run, of the encoder too."""
+        own = [run.kind for run in self.layers for _ in range(run.count)]
+        return [*(self.encoder.kinds if self.encoder is not None else []), *own]
+
+    def one_of_each_kind(self) -> tuple["ModelSpec", list[int]]:
+        """The same model with one layer of each kind, and the kinds of its layers in the order in which they run."""
+
+        def once(kinds: list[int]) -> list[LayerRun]:
+            return [LayerRun(first=place, count=1, kind=kind) for place, kind in enumerate(sorted(set(kinds)))]
+
+        own = once([run.kind for run in self.layers])
+        encoder = None
+        if self.encoder is not None:
+            encoder = self.encoder.model_copy(update={"layers": once(self.encoder.kinds)})
+        made = self.model_copy(update={"layers": own, "encoder": encoder, "rules": []})
+        return made, made.used_kinds
 
     def build(self) -> nn.CausalLM:
         """The model that the generated model.py builds, straight from this data. Executes its lifted source, if any."""
@@ -216,6 +259,18 @@ class ModelSpec(Record):
             merge=built(self.merge),
             history=self.history,
             head_rows=self.head_rows,
+            positions=built(self.positions),
+            encoder=None if self.encoder is None else self._encoder(self.encoder, lifted),
+        )
+
+    def _encoder(self, encoder: EncoderSpec, lifted: Mapping[str, type]) -> nn.Encoder:
+        return nn.Encoder(
+            layers=[self.layer_kinds[kind].build(lifted) for kind in encoder.kinds],
+            norm=encoder.norm.build(lifted),
+            vocabulary=self.vocabulary if encoder.own_embedding else None,
+            hidden=self.hidden,
+            embed_scale=encoder.embed_scale,
+            positions=None if encoder.positions is None else encoder.positions.build(lifted),
         )
 
     def blocks(self) -> list[BlockSpec]:
@@ -224,9 +279,11 @@ class ModelSpec(Record):
         layers = [block for kind in self.layer_kinds for block in kind.blocks.values()]
         outside = [
             self.norm,
-            *(block for block in (self.embed_norm, self.merge, self.query_scale) if block is not None),
+            *(block for block in (self.embed_norm, self.merge, self.query_scale, self.positions) if block is not None),
             *self.rotaries,
         ]
+        if self.encoder is not None:
+            outside += [block for block in (self.encoder.norm, self.encoder.positions) if block is not None]
         for block in (*layers, *outside):
             if block not in found:
                 found.append(block)

@@ -55,8 +55,16 @@ class Cut:
         return self.name in self.owner._buffers
 
 
+def check_alone(model: CausalLM) -> None:
+    """Raises InputError for a model whose layers look at an encoder: ranks that share a batch would need its source."""
+    if model.encoder is not None:
+        raise InputError("parallel.tp and parallel.cp", found="more than 1", expected="1 for a model with an encoder")
+
+
 def check_tensor_parallel(model: CausalLM, tp: int) -> None:
     """Raises InputError, with the numbers, if a block cannot be dealt out to `tp` ranks."""
+    if tp > 1:
+        check_alone(model)
     for path, part in parts_of(model):
         cuts_of(part, tp, path)
 

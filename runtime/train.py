@@ -23,6 +23,7 @@ from dayzero.runtime.lora import reset_lora
 from dayzero.runtime.mesh import Layout, batch_of_rank, make_meshes
 from dayzero.runtime.metrics import MetricsLog, StepMetrics
 from dayzero.runtime.nn import CausalLM
+from dayzero.runtime.nn.encoder import prompts
 from dayzero.runtime.nn.index_loss import index_losses
 from dayzero.runtime.optimizer import Optimizer, clip_gradients, gradient_norm, make_optimizer
 from dayzero.runtime.package import Package, load_package
@@ -104,7 +105,7 @@ def build_model(package: Package, job: Job, device: torch.device) -> CausalLM:
     model = meta_model(package, config)
     keep_parameters(model, config.train.precision, stored_dtypes(package.rules, headers))
     if config.memory.recompute:
-        for layer in model.layers:
+        for layer in model.all_layers:
             recompute(layer)
     parallelise(model, make_meshes(job.layout, device.type), compute_dtype(config.train.precision))
     arrange_experts(model, config.experts)
@@ -143,7 +144,7 @@ def train_step(
     loss = torch.zeros((), dtype=torch.float64 if device.type == "cpu" else torch.float32, device=device)
     indexer_loss = torch.zeros_like(loss)
     for batch in batches:
-        part = model(batch.ids, batch.cu_seqlens, batch.labels, config.memory.loss_chunk) / max(1, valid)
+        part = summed_loss(model, batch, config.memory.loss_chunk) / max(1, valid)
         indexers = sum(index_losses(model), part.new_zeros(())) / tokens
         (part + indexers).backward()
         loss += part.detach()
@@ -176,6 +177,14 @@ def train_step(
     )  # fmt: skip
 
 
+def summed_loss(model: CausalLM, batch: Batch, loss_chunk: int | None) -> Tensor:
+    """Of the batch's documents; an encoder beside the model reads their prompts."""
+    source = None if model.encoder is None else prompts(batch.ids, batch.cu_seqlens, batch.labels)
+    return model(
+        batch.ids, batch.cu_seqlens, batch.labels, loss_chunk, **({} if source is None else {"source": source})
+    )
+
+
 @torch.no_grad()
 def evaluate(model: CausalLM, packer: Packer, loss_chunk: int | None, device: torch.device, layout: Layout) -> float:
     """Mean loss over every trained token of the packer's examples, each seen once."""
@@ -183,7 +192,7 @@ def evaluate(model: CausalLM, packer: Packer, loss_chunk: int | None, device: to
     total = torch.zeros(2, dtype=torch.float64 if device.type == "cpu" else torch.float32, device=device)
     for step in range(packer.steps_per_epoch):
         batch = _on_device(packer.batch(step, batch_of_rank(layout)), device, layout.cp)
-        total[0] += model(batch.ids, batch.cu_seqlens, batch.labels, loss_chunk)
+        total[0] += summed_loss(model, batch, loss_chunk)
         total[1] += (batch.labels != -100).sum()
     for module in model.modules():
         if isinstance(module, FSDPModule):

@@ -15,7 +15,10 @@ from .compressed_attention import CompressedAttention
 from .compressor import CompressedIndexer, Compressor
 from .context import Context
 from .convolution_residual import ConvolutionResidual
+from .cross_attention import CrossAttention
 from .decoder_layer import DecoderLayer
+from .distance_bias import DistanceBiasedAttention
+from .encoder import Encoder
 from .experts import Experts
 from .feed_forward import FeedForward, GatedFeedForward
 from .gated_activation import ClampedGLU, OaiSwiGLU, SoftcappedGLU
@@ -39,6 +42,7 @@ from .moe import MixtureOfExperts
 from .norm import GatedRMSNorm, RMSNorm, ScaledFirstRMSNorm, SelfGatedRMSNorm
 from .pooled_indexer import MeanPooledIndexer, PooledIndexer
 from .product_key_router import ProductKeyRouter
+from .projection import Projection, SideBySide
 from .query_scale import PositionScale
 from .relative_attention import RelativeAttention
 from .residual_gate import ResidualGate
@@ -72,7 +76,10 @@ BLOCKS = {
         CompressedIndexer,
         Compressor,
         ConvolutionResidual,
+        CrossAttention,
         DecoderLayer,
+        DistanceBiasedAttention,
+        Encoder,
         Experts,
         FeedForward,
         GatedConnection,
@@ -104,12 +111,14 @@ BLOCKS = {
         PooledIndexer,
         PositionScale,
         ProductKeyRouter,
+        Projection,
         RMSNorm,
         RelativeAttention,
         Rotary,
         Router,
         ScaledFirstRMSNorm,
         SelfGatedRMSNorm,
+        SideBySide,
         SoftcappedGLU,
         SparseMixerRouter,
         StreamMean,
@@ -168,6 +177,7 @@ __all__ = [
     "PooledIndexer",
     "PositionScale",
     "ProductKeyRouter",
+    "Projection",
     "RMSNorm",
     "RecurrentBlock",
     "RelativeAttention",
@@ -177,6 +187,7 @@ __all__ = [
     "Routing",
     "ScaledFirstRMSNorm",
     "SelfGatedRMSNorm",
+    "SideBySide",
     "SoftcappedGLU",
     "SparseMixerRouter",
     "StreamMean",

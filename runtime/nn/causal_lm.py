@@ -1,4 +1,4 @@
-"""A decoder-only language model put together from blocks."""
+"""A language model put together from blocks: a decoder, which an encoder may stand beside."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -9,7 +9,8 @@ from torch import Tensor, nn
 
 from dayzero.runtime.loss import Head, summed_cross_entropy
 
-from .context import Context, lengths_of, positions_of
+from .context import Context, Source, lengths_of, positions_of
+from .encoder import Encoder
 
 if TYPE_CHECKING:
     from dayzero.runtime.split import Split
@@ -27,6 +28,9 @@ class CausalLM(nn.Module):
     streams: copies of the embeddings that layers pass on, [T, streams, H]; merge makes [T, H] of them after the last
     layer. history: layers hand on a tuple of what was kept of the stream and the stream itself (`DecoderLayer`); merge
     is given all of it.
+
+    positions: of tokens, added to their embeddings. encoder: reads a source for each document, which layers with cross
+    attention look at; its embedding is the decoder's unless it has its own.
     """
 
     def __init__(
@@ -48,6 +52,8 @@ class CausalLM(nn.Module):
         merge: nn.Module | None = None,
         history: bool = False,
         head_rows: int | None = None,
+        encoder: Encoder | None = None,
+        positions: nn.Module | None = None,
     ):
         super().__init__()
         self.embed = nn.Embedding(vocabulary, hidden)
@@ -61,7 +67,13 @@ class CausalLM(nn.Module):
         rows = vocabulary if head_rows is None else head_rows
         self.head = None if tied else nn.Linear(hidden, rows, bias=False)
         self.head_bias = nn.Parameter(torch.empty(rows)) if head_bias else None
+        self.encoder, self.positions = encoder, positions
         self.split: Split | None = None
+
+    @property
+    def all_layers(self) -> list[nn.Module]:
+        """In the order in which they run: the encoder's, then the decoder's."""
+        return [*(self.encoder.layers if self.encoder is not None else ()), *self.layers]
 
     def reset_parameters(self, std: float) -> None:
         nn.init.normal_(self.embed.weight, std=std)
@@ -71,24 +83,35 @@ class CausalLM(nn.Module):
             nn.init.zeros_(self.head_bias)
 
     def forward(
-        self, ids: Tensor, cu_seqlens: Tensor, labels: Tensor | None = None, loss_chunk: int | None = None
+        self,
+        ids: Tensor,
+        cu_seqlens: Tensor,
+        labels: Tensor | None = None,
+        loss_chunk: int | None = None,
+        source: tuple[Tensor, Tensor] | None = None,
     ) -> Tensor:
         """ids: [T] int64, documents end to end; cu_seqlens: [documents + 1].
 
         Without labels: logits [T, V]. With labels [T] (-100 where no loss is wanted; already shifted: labels[t] is
         what follows ids[t]): the summed cross entropy, a float32 scalar (float64 for float64 models). loss_chunk:
         tokens whose logits exist at a time.
+
+        source: (ids, cu_seqlens) of what the encoder reads, a source for each document; None for the documents
+        themselves, which it then sees whole, what is yet to be predicted included.
         """
         lengths = lengths_of(cu_seqlens, ids.shape[0])
         position = positions_of(lengths, ids.device)
         x = self.embed(ids)
         if self.embed_scale != 1.0:
             x = x * self.embed_scale
+        if self.positions is not None:
+            x = x + self.positions(ids, lengths, x.dtype)
         if self.embed_norm is not None:
             x = self.embed_norm(x)
         tables = tuple(rotary(position, x.dtype) for rotary in self.rotaries)
         shared = {} if self.query_scale is None else {"query_scale": self.query_scale(position, x.dtype)}
-        context = Context(cu_seqlens, lengths, position, tables, ids, shared)
+        states = None if self.encoder is None else self._encoded(*(source or (ids, cu_seqlens)))
+        context = Context(cu_seqlens, lengths, position, tables, ids, shared, states)
         if self.split is not None:
             context = self.split.context(context)  # type: ignore[arg-type]
         if self.streams > 1:
@@ -107,6 +130,12 @@ class CausalLM(nn.Module):
         if self.split is not None:
             return self.split.logits(x, head) if labels is None else self.split.loss(x, head, labels, loss_chunk)
         return head.logits(x) if labels is None else summed_cross_entropy(x, head, labels, loss_chunk)
+
+    def _encoded(self, ids: Tensor, cu_seqlens: Tensor) -> Source:
+        assert self.encoder is not None
+        lengths = lengths_of(cu_seqlens, ids.shape[0])
+        rows = self.embed(ids) if self.encoder.embed is None else self.encoder.embed(ids)
+        return self.encoder(rows, ids, cu_seqlens, lengths)
 
 
 def initialise(model: nn.Module, std: float, seed: int) -> None:

@@ -8,11 +8,21 @@ from torch import Tensor
 
 
 @dataclass(frozen=True)
+class Source:
+    """What the decoder of an encoder-decoder looks at. states: [U, H], what the encoder gives for the source of every
+    document, end to end. lengths: of these, one a document of the decoder."""
+
+    states: Tensor
+    lengths: tuple[int, ...]
+
+
+@dataclass(frozen=True)
 class Context:
     """cu_seqlens: [documents + 1] int64, 0 first and T last. lengths: the same as Python integers.
     position: [T] int64, each token's place in its own document.
     tables: (cos, sin), each [T, pairs] with every frequency once, one for each rotary embedding of the model.
     ids: [T] int64, the token ids. shared: what an earlier layer leaves for later ones, by the name that both know.
+    source: of a decoder with cross attention. use: of a part that several layers share, which of them this is.
     """
 
     cu_seqlens: Tensor
@@ -21,6 +31,8 @@ class Context:
     tables: tuple[tuple[Tensor, Tensor], ...] = ()
     ids: Tensor | None = None
     shared: dict[str, Tensor] = field(default_factory=dict)
+    source: Source | None = None
+    use: int = 0
 
 
 def lengths_of(cu_seqlens: Tensor, tokens: int) -> tuple[int, ...]:
