@@ -13,7 +13,10 @@ import torch
 from torch import Tensor, nn
 
 from dayzero.onboard.calls import Call, Undiscovered, floats, record_calls, same, tensors
-from dayzero.onboard.layer_wiring import kept_before, solve
+from dayzero.onboard.kept_inputs import kept_before
+from dayzero.onboard.encoder import EncoderParts, added_positions, encoder_parts, outside
+from dayzero.onboard.layer_wiring import solve
+from dayzero.onboard.reference import encoder_path
 from dayzero.onboard.several import SeveralCall, several, top_level
 
 
@@ -33,7 +36,8 @@ class ModelParts:
     embedding table. embed_affine: names of the two vectors of the module at `embed_norm` by which it shifts and scales
     them, where that is no module of its own. logits: how they follow from the head. streams: how many
     copies of the embeddings the layers pass on; merge: what makes one of them again, or one value of all that layers
-    kept where they look back (`history`). calls: of the whole forward pass by path."""
+    kept where they look back (`history`). calls: of the whole forward pass by path. positions: what is added to the
+    embeddings, from the ids."""
 
     embed: str
     embed_scale: float
@@ -49,11 +53,15 @@ class ModelParts:
     embed_affine: dict[str, str] = field(default_factory=dict)
     merge_call: Call | None = field(default=None, repr=False)
     calls: dict[str, Call] = field(repr=False, default_factory=dict)
+    positions: str | None = None
+    encoder: EncoderParts | None = None
 
 
 def discover(model: nn.Module, ids: Tensor) -> ModelParts:
-    """The parts of a decoder-only reference. Raises Undiscovered."""
-    calls, logits = record_calls(model, ids)
+    """The parts of a decoder, and of the encoder that it looks at. Raises Undiscovered."""
+    every, logits = record_calls(model, ids)
+    encoder = encoder_path(model)
+    calls = outside(every, encoder)
     embed = _embedding(model, calls, ids)
     layers = _layer_list(model, calls)
     count = len(model.get_submodule(layers))  # type: ignore[arg-type]
@@ -71,6 +79,10 @@ def discover(model: nn.Module, ids: Tensor) -> ModelParts:
         merge_call = _after_history(calls, layers, last)
         merge, last = merge_call.path, merge_call.result
     affine = {}
+    rows = nn.functional.embedding(ids, calls[embed].module.weight).detach()  # type: ignore[arg-type]
+    positions = added_positions(calls, rows, first, ids)
+    if positions is not None:
+        first = first - calls[positions].result
     try:
         scale, embed_norm = _before_layers(calls, embed, layers, first, ids)
     except Undiscovered:
@@ -105,8 +117,22 @@ def discover(model: nn.Module, ids: Tensor) -> ModelParts:
         history,
         affine,
         merge_call,
-        calls,
+        every,
+        positions,
+        None if encoder is None else _encoder(model, every, encoder, ids),
     )
+
+
+def _encoder(model: nn.Module, calls: Mapping[str, Call], encoder: str, ids: Tensor) -> EncoderParts:
+    """The encoder at this path, its parts found as the decoder's are."""
+    own = {path: call for path, call in calls.items() if path.startswith(f"{encoder}.")}
+    layers = _layer_list(model, own)
+    last = own[f"{layers}.{len(model.get_submodule(layers)) - 1}"].result  # type: ignore[arg-type]
+    norms = [path for path, call in own.items() if call.has_stream and same(call.hidden, last)]
+    norm = _only("last norm of the encoder", norms)
+    if not same(own[norm].result, floats(calls[encoder].output)[0]):
+        raise Undiscovered(f"what {encoder} gives is not what {norm} gives")
+    return encoder_parts(calls, encoder, _embedding(model, own, ids), layers, norm, ids)
 
 
 def _side_by_side(first: Tensor, rows: Tensor) -> int:

@@ -157,7 +157,16 @@ def model_py(spec: ModelSpec) -> str:
     for number, kind in enumerate(spec.layer_kinds):
         shown = [f"Layers {ranges(layers_of[number])}"] if number in layers_of else []
         shown += [f"Layers {ranges(of_encoder[number])} of the encoder"] if number in of_encoder else []
-        kinds.append({"function": functions[number], "layers": "; ".join(shown), "kind": kind})
+        kinds.append(
+            {
+                "function": functions[number],
+                "layers": "; ".join(shown),
+                "kind": kind,
+                "makes_shared": number in spec.shared,
+                "takes_shared": any(part.shared for part in kind.parts),
+            }
+        )
+    uses = spec.uses()
     blocks = {"CausalLM", "DecoderLayer", *(["Encoder"] if spec.encoder is not None else [])} | {
         inner.block for block in spec.blocks() for inner in block.walk()
     }
@@ -169,7 +178,16 @@ def model_py(spec: ModelSpec) -> str:
             version=VERSION,
             kinds=kinds,
             blocks=sorted(blocks),
-            runs=[{"function": functions[run.kind], "count": run.count} for run in spec.layers],
+            runs=[
+                {
+                    "function": functions[run.kind],
+                    "count": run.count,
+                    "shared": run.shared,
+                    "uses": [use for _, _, use in uses[run.first : run.first + run.count]],
+                }
+                for run in spec.layers
+            ],
+            shared=[functions[kind] for kind in spec.shared],
             encoder_runs=[
                 {"function": functions[run.kind], "count": run.count}
                 for run in (spec.encoder.layers if spec.encoder is not None else ())

@@ -13,6 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from dayzero.onboard.calls import Call, Undiscovered, floats, same, tensors
+from dayzero.onboard.kept_inputs import equal, handed_alone, is_kept, kept_before
+from dayzero.onboard.left import left_with_first_token_moved
 from dayzero.onboard.several import SeveralCall, several, top_level
 from dayzero.runtime.nn.wiring import PAST
 
@@ -22,8 +24,9 @@ _EXACT = 1e-9  # relative; a sum that misses by more is none
 @dataclass
 class Unit:
     """A part of a layer. path: relative to the layer. role: "norm", "mixer", "ffn", "join" for one that joins several
-    values without mixing tokens, "routing" for a router whose experts are a part of their own, or "scale" for a
-    parameter of the layer that multiplies what it reads. reads: earlier value ("x" is the layer's input) -> factor.
+    values without mixing tokens, "cross" for one whose tokens look at an encoder's states, "projection" for a matrix by itself, "routing" for a router whose experts are a part
+    of their own, "scale" for a parameter of the layer that multiplies what it reads, or "beside" for several values as
+    one wider one. reads: earlier value ("x" is the layer's input, "past.0" the first that was kept) -> factor.
 
     more: what it reads beside that, for a part with several inputs. outputs: how many values it gives. call: the unit
     as a function of all that it reads, where that is more than its call's hidden input. after: parts that leave
@@ -44,6 +47,11 @@ class Unit:
     def inputs(self) -> list[dict[str, float]]:
         """All sums that it reads."""
         return [self.reads, *self.more]
+
+    @property
+    def is_module(self) -> bool:
+        """Whether it is a module of the reference, at its path."""
+        return self.role not in {"scale", "beside"}
 
 
 @dataclass
@@ -79,12 +87,14 @@ def layer_parts(calls: Mapping[str, Call], layer: str, expanded: Collection[str]
 def _wiring(calls: Mapping[str, Call], layer: str, expanded: Collection[str], several_values: bool) -> LayerParts:
     solver = _Solver(calls, layer, several_values)
     for path, call in _units(calls, layer, expanded).items():
-        solver.add(path, call)
+        # What is inside something wide may be wide by chance; whoever needs it says that it is not there.
+        with contextlib.suppress(Undiscovered) if _is_wide(call, calls[layer]) else contextlib.nullcontext():
+            solver.add(path, call)
     gives = solver.explain(calls[layer].result, f"output of {layer}")
     needed = _needed(solver.units, gives)
     if not needed:
         raise Undiscovered(f"{layer}: nothing of what it computes is made by its children")
-    keeps = {"x": 1.0} if _is_kept(calls, layer) else None
+    keeps = {"x": 1.0} if is_kept(calls, layer) else None
     return _named(LayerParts(_with_outputs(needed, gives), gives, keeps))
 
 
@@ -98,10 +108,16 @@ class _Solver:
         self.calls, self.layer, self.call, self.several_values = calls, layer, calls[layer], several_values
         self.values, self.sums = {"x": self.call.hidden}, [{"x": 1.0}]
         self.past = kept_before(calls, layer)
+        self.alone = handed_alone(calls, layer) if self.past is None else {}
+        self.values |= {name.replace(".", "#"): held for name, held in self.alone.items()}
         self.units: list[Unit] = []
 
     def explain(self, wanted: Tensor, what: str) -> dict[str, float]:
-        """The sum that makes `wanted`; scales that it needs become units, and values for what follows."""
+        """The sum that makes `wanted`; scales that it needs become units, and values for what follows, as does what
+        puts values side by side."""
+        count = wanted.shape[-1] // self.call.result.shape[-1]
+        if count > 1 and not solve(wanted, self.values):
+            return self._side_by_side(wanted, count, what)
         found, scales = _explained(wanted, self.values, self.sums, self.call.module, what)
         for unit, value in scales:
             self.units.append(unit)
@@ -110,10 +126,23 @@ class _Solver:
             self.sums.append(found)
         return found
 
+    def _side_by_side(self, wanted: Tensor, count: int, what: str) -> dict[str, float]:
+        """`wanted` as so many sums beside each other."""
+        parts = [wanted] if wanted.shape[-1] % count else wanted.chunk(count, -1)
+        sums = [solve(part, self.values) for part in parts]
+        if not all(sums):
+            raise Undiscovered(f"{what} is no sum of earlier values, nor several of them side by side")
+        name = " | ".join("+".join(terms) for terms in sums).replace("#", ".")
+        self.units.append(Unit(name, "", "beside", sums[0], sums[1:]))
+        self.values[name] = wanted
+        return {name: 1.0}
+
     def add(self, path: str, call: Call) -> None:
         """The unit, with all that it is handed of the stream. Raises Undiscovered for what is no sum of values."""
         where = f"{self.layer}.{path}"
-        more = heard(call, self.call)
+        more = heard(call, self.call) + [
+            held for _, held in top_level(call) if any(held is one for one in self.alone.values())
+        ]
         if more and not self.several_values:
             raise Undiscovered(f"{where} is handed more of the stream than its input")
         stream = [(place, held) for place, held in top_level(call) if self._is_stream(call, held, more)]
@@ -157,7 +186,7 @@ class _Solver:
         for name, router in self.calls.items():
             given = tensors(router.output)
             inside = name.startswith(self.layer + ".") and router.has_stream
-            if inside and all(any(_equal(held, one) for one in given) for held in rest):
+            if inside and all(any(equal(held, one) for one in given) for held in rest):
                 stacked = [held.shape[0] for held in call.module.parameters() if held.ndim == 3]
                 if not stacked:
                     break
@@ -167,49 +196,6 @@ class _Solver:
                     self.units.append(Unit(own, own, "routing", reads, classes=stacked[0]))
                 return (own,), 0
         raise Undiscovered(f"{self.layer}.{path} is handed more of the stream than its input")
-
-
-def _equal(a: Tensor, b: Tensor) -> bool:
-    return a is b or (a.dtype == b.dtype and a.shape == b.shape and torch.equal(a, b))
-
-
-def kept_before(calls: Mapping[str, Call], layer: str) -> Tensor | None:
-    """[B, S, n, H]: what the layer is handed of the inputs of layers before it; None where layers do not look back."""
-    call = calls[layer]
-    if call.hidden.ndim != 3:
-        return None
-    batch, length, hidden = call.hidden.shape
-    for _, held in top_level(call):
-        if held.ndim == 4 and held.shape[:2] == (batch, length) and held.shape[3] == hidden:
-            earlier = [before.hidden for before in _before(calls, layer)]
-            if all(any(_equal(one, before) for before in earlier) for one in held.unbind(2)):
-                return held
-    return None
-
-
-def _before(calls: Mapping[str, Call], layer: str) -> list[Call]:
-    """The calls of the layers before this one in its list."""
-    path, _, number = layer.rpartition(".")
-    if not number.isdecimal():
-        return []
-    return [calls[f"{path}.{index}"] for index in range(int(number)) if f"{path}.{index}" in calls]
-
-
-def _is_kept(calls: Mapping[str, Call], layer: str) -> bool:
-    """Whether whoever reads what this layer gives finds its input among what was kept, and it was not there before."""
-    mine = kept_before(calls, layer)
-    if mine is None:
-        return False
-    given = calls[layer].result
-    for path, call in calls.items():
-        if path.startswith(layer + ".") or path == layer:
-            continue
-        arguments = top_level(call)
-        if any(_equal(held, given) for _, held in arguments):
-            stacks = [held for _, held in arguments if held.ndim == 4 and held.shape[3] == mine.shape[3]]
-            wanted = torch.cat((mine, calls[layer].hidden[:, :, None]), 2)
-            return any(_equal(held, wanted) for held in stacks)
-    return False
 
 
 def _with_outputs(units: list[Unit], gives: dict[str, float]) -> list[Unit]:
@@ -243,9 +229,17 @@ def _units(calls: Mapping[str, Call], layer: str, expanded: Collection[str]) -> 
         parents = {relative[:dot] for dot in range(len(relative)) if relative[dot] == "."}
         if relative in expanded or not all(p in expanded or p in _lists(calls[layer].module) for p in parents):
             continue
-        if call.result.numel() == size and not (call.hidden.numel() == size and same(call.hidden, call.result)):
+        whole = call.result.numel() == size or _is_wide(call, calls[layer])
+        if whole and not (call.hidden.numel() == call.result.numel() and same(call.hidden, call.result)):
             units[relative] = call
     return units
+
+
+def _is_wide(call: Call, layer: Call) -> bool:
+    """Whether it gives what several values side by side would be, and reads the like: a norm of two of them."""
+    width, shape = layer.result.shape[-1], call.result.shape
+    wide = shape[:-1] == layer.result.shape[:-1] and shape[-1] > width and not shape[-1] % width
+    return wide and call.hidden.shape == shape
 
 
 def hears_more(call: Call, layer: Call) -> bool:
@@ -277,7 +271,7 @@ def heard(call: Call, layer: Call) -> list[Tensor]:
     if len(seen) != 2 or not len(seen[0]) == len(seen[1]) == len(mine):
         return others
     position = next((i for i, t in enumerate(seen[0]) if same(t, call.hidden)), -1)
-    differ = [i for i, (a, b) in enumerate(itertools.zip_longest(*seen)) if i != position and not _equal(a, b)]
+    differ = [i for i, (a, b) in enumerate(itertools.zip_longest(*seen)) if i != position and not equal(a, b)]
     return [mine[i] for i in differ]
 
 
@@ -287,20 +281,42 @@ def _lists(layer: nn.Module) -> set[str]:
 
 
 def _role(call: Call) -> str:
+    if isinstance(call.module, nn.Linear):
+        return "projection"
+    if call.source is not None and not mixes_tokens(call):
+        return "cross"
     if all(parameter.ndim <= 1 for parameter in call.module.parameters()) and not mixes_tokens(call):
         return "norm"
     return "mixer" if mixes_tokens(call) else "ffn"
 
 
 def mixes_tokens(call: Call) -> bool:
-    """Whether the output for a token depends on the other tokens: one token is changed and the rest watched."""
+    """Whether the output for a token depends on the other tokens: one token is changed and the rest watched.
+
+    Also where the others' keys and values are what earlier layers left, and the input makes queries alone.
+    """
+    return _mixes_its_input(call) or _mixes_what_was_left(call)
+
+
+def _mixes_what_was_left(call: Call) -> bool:
+    moved = left_with_first_token_moved(call)
+    if moved is None:
+        return False
+    with torch.no_grad():
+        outputs = [floats(call.replay_exactly(*arguments))[0] for arguments in ((call.args, call.kwargs), moved)]
+    before, after = (made[:, 1:] for made in outputs)
+    return bool((before - after).abs().max() > 1e-9 * before.abs().max())
+
+
+def _mixes_its_input(call: Call) -> bool:
     hidden = call.hidden
     changed = hidden.clone()
     tokens = changed[None] if hidden.ndim == 2 else changed  # of a flattened batch, one token of one row
     tokens[:, 0] += 1.0
     with torch.no_grad():
         before, after = call.replay(hidden), call.replay(changed)
-    if before.numel() != hidden.numel() and not isinstance(call, SeveralCall):
+    by_token = hidden.ndim == 3 and before.shape[:-1] == hidden.shape[:-1]
+    if before.numel() != hidden.numel() and not isinstance(call, SeveralCall) and not by_token:
         return False
     shape = tokens.shape if before.numel() == hidden.numel() else (*tokens.shape[:2], -1)
     before, after = before.reshape(shape)[:, 1:], after.reshape(shape)[:, 1:]
@@ -399,25 +415,25 @@ def _named(parts: LayerParts) -> LayerParts:
         readers = [unit for unit in parts.units if any(name in terms for terms in unit.inputs)]
         if name in parts.gives or len(readers) != 1 or [name] not in [list(terms) for terms in readers[0].inputs]:
             return None
-        if readers[0].role in {"mixer", "ffn"}:
+        if readers[0].role in {"mixer", "cross", "ffn"}:
             return readers[0].name
         return feeds(readers[0].name) if readers[0].role == "norm" else None
 
     for unit in parts.units:
-        if unit.role in {"mixer", "ffn", "routing"}:
+        if unit.role in {"mixer", "cross", "ffn", "projection", "routing"}:
             add(unit.name, unit.role)
     for unit in parts.units:
         if unit.role == "norm":
             readers = [u for u in parts.units if any(unit.name in terms for terms in u.inputs)]
             source = next(iter(unit.reads)).partition("#")[0] if len(unit.reads) == 1 else "x"
             alone = len(readers) == 1 and any(list(terms) == [unit.name] for terms in readers[0].inputs)
-            if alone and readers[0].role in {"mixer", "ffn"}:
+            if alone and readers[0].role in {"mixer", "cross", "ffn"}:
                 add(unit.name, f"{names[readers[0].name]}_norm")
-            elif role_of.get(source) in {"mixer", "ffn"}:
+            elif role_of.get(source) in {"mixer", "cross", "ffn"}:
                 add(unit.name, f"{names[source]}_post_norm")
             else:
                 add(unit.name, "norm")
-        elif unit.role == "join":
+        elif unit.role in {"join", "beside"}:
             fed = feeds(unit.name)
             add(unit.name, "residual" if fed is None else f"{names[fed]}_input")
         elif unit.role == "scale":

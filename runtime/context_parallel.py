@@ -16,7 +16,7 @@ from dayzero.runtime.nn import CausalLM
 from dayzero.runtime.nn.context import Context
 from dayzero.runtime.nn.cut import cut
 from dayzero.runtime.rows import Span
-from dayzero.runtime.tensor_parallel import inner_parts
+from dayzero.runtime.tensor_parallel import inner_parts, parts_of
 
 
 def part_of(context: Context, span: Span) -> Context:
@@ -38,9 +38,8 @@ def part_of(context: Context, span: Span) -> Context:
 
 def check_context_parallel(model: CausalLM, cp: int) -> None:
     """Raises InputError for a block that mixes tokens and cannot see across ranks."""
-    for number, layer in enumerate(model.layers):
-        for name, part in layer.named_children():
-            check_parts(f"layers.{number}.{name}", part, cp)
+    for path, part in parts_of(model):
+        check_parts(path, part, cp)
 
 
 def check_parts(path: str, whole: nn.Module, cp: int) -> None:

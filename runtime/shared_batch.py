@@ -9,8 +9,8 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from dayzero.runtime.nn import CausalLM, GroupedQueryAttention, LatentAttention
-from dayzero.runtime.tensor_parallel import check_alone, cuts_of, inner_parts
+from dayzero.runtime.nn import CausalLM, DecoderLayer, GroupedQueryAttention, LatentAttention
+from dayzero.runtime.tensor_parallel import check_alone, cuts_of, inner_parts, parts_of
 
 
 @dataclass(frozen=True)
@@ -28,9 +28,8 @@ def cut_dimensions(model: CausalLM, tp: int) -> dict[int, int]:
         return {}
     check_alone(model)
     found = {}
-    for layer_path, layer in model.layers.named_children():
-        for path, part in _parts(f"layers.{layer_path}", layer):
-            found |= {id(cut.tensor): cut.dim for cut in cuts_of(part, tp, path) if not cut.copies}
+    for path, part in parts_of(model):
+        found |= {id(cut.tensor): cut.dim for cut in cuts_of(part, tp, path) if not cut.copies}
     if model.embed.num_embeddings % tp == 0:
         held = (model.embed.weight, model.head.weight if model.head is not None else None, model.head_bias)
         found |= {id(parameter): 0 for parameter in held if parameter is not None}
@@ -40,7 +39,7 @@ def cut_dimensions(model: CausalLM, tp: int) -> dict[int, int]:
 def sharing_of(layer: nn.Module, tp: int) -> Sharing:
     """Of one layer of the model."""
     width = keys = 0
-    for path, part in _parts("layer", layer):
+    for path, part in _parts(layer):
         if (tp > 1 and cuts_of(part, tp, path)) or getattr(part, "uses_context", False):
             linear = next((module for module in part.modules() if isinstance(module, nn.Linear)), None)
             width += linear.in_features if linear is not None else 0
@@ -66,6 +65,6 @@ def moved_bytes(sharing: Sharing, compute: int, tokens: int, tp: int, cp: int, r
     return rows, passes * compute * tokens * -(-sharing.keys // tp) if cp > 1 else 0
 
 
-def _parts(path: str, layer: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    for name, part in layer.named_children():
-        yield from inner_parts(f"{path}.{name}", part)
+def _parts(layer: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    for name, part in layer.all_parts() if isinstance(layer, DecoderLayer) else layer.named_children():
+        yield from inner_parts(f"layer.{name}", part)

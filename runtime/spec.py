@@ -5,6 +5,7 @@ from dataclasses import fields
 from typing import Any, Literal
 
 from pydantic import Field, SerializerFunctionWrapHandler, model_serializer
+from torch import nn as torch_nn
 
 from dayzero.runtime import nn
 from dayzero.runtime.block_spec import BlockSpec, Proof
@@ -17,11 +18,12 @@ __all__ = ["BlockSpec", "CheckpointId", "LayerKind", "LayerRun", "ModelSpec", "P
 
 class PartSpec(Record):
     """One part of a layer. reads: the sum that it reads (`runtime.nn.wiring`), over "x" and parts before it; several of
-    them, with commas between, for a part with several inputs."""
+    them, with commas between, for a part with several inputs. shared: other layers have the very same part."""
 
     name: str = Field(pattern=r"^[a-z][a-z0-9_]*$")
     block: BlockSpec
     reads: str
+    shared: bool = Field(default=False, exclude_if=lambda shared: not shared)
 
 
 class LayerKind(Record):
@@ -50,18 +52,32 @@ class LayerKind(Record):
         """Part name -> block."""
         return {part.name: part.block for part in self.parts}
 
-    def build(self, lifted: Mapping[str, type] | None = None) -> nn.DecoderLayer:
-        """The layer itself, parameters uninitialised. lifted: classes of the model's lifted source."""
-        parts = {part.name: part.block.build(lifted) for part in self.parts}
-        return nn.DecoderLayer(parts, {part.name: part.reads for part in self.parts}, self.gives, self.keeps)
+    def build(
+        self,
+        lifted: Mapping[str, type] | None = None,
+        shared: Mapping[str, torch_nn.Module] | None = None,
+        use: int = 0,
+    ) -> nn.DecoderLayer:
+        """The layer itself, parameters uninitialised. lifted: classes of the model's lifted source. shared: its shared
+        parts, of which it is use number `use`; where they are not given it has its own."""
+        held = shared or {}
+        parts = {part.name: part.block.build(lifted) for part in self.parts if part.name not in held}
+        reads = {part.name: part.reads for part in self.parts}
+        return nn.DecoderLayer(parts, reads, self.gives, self.keeps, held, use)
+
+    def build_shared(self, lifted: Mapping[str, type] | None = None) -> dict[str, torch_nn.Module]:
+        """The parts that other layers have too, by name."""
+        return {part.name: part.block.build(lifted) for part in self.parts if part.shared}
 
 
 class LayerRun(Record):
-    """`count` consecutive layers of kind `kind`, an index into `ModelSpec.layer_kinds`."""
+    """`count` consecutive layers of kind `kind`, an index into `ModelSpec.layer_kinds`. shared: which of
+    `ModelSpec.shared` their shared parts are."""
 
     first: int
     count: int
     kind: int
+    shared: int | None = Field(default=None, exclude_if=lambda shared: shared is None)
 
 
 class SourceSpec(Record):
@@ -70,7 +86,7 @@ class SourceSpec(Record):
 
     op: Literal[
         "stored", "decoded", "stack", "concat", "transpose", "flatten", "unflatten", "squeeze", "unsqueeze", "part",
-        "trim", "interleave", "deinterleave", "cast", "tie",
+        "excerpt", "trim", "interleave", "deinterleave", "cast", "tie",
     ]  # fmt: skip
     name: str | None = None
     over: str | None = None
@@ -166,7 +182,7 @@ class EncoderSpec(Record):
 
 class ModelSpec(Record):
     """A decoder, and an encoder where it looks at one. `layers` covers 0 .. n-1 in order, run-length coded over
-    `layer_kinds`."""
+    `layer_kinds`. shared: sets of parts that several layers have, each as the kind whose shared parts it has."""
 
     format: Literal[1] = 1
     name: str
@@ -190,6 +206,7 @@ class ModelSpec(Record):
     encoder: EncoderSpec | None = Field(default=None, exclude_if=lambda encoder: encoder is None)
     layer_kinds: list[LayerKind]
     layers: list[LayerRun]
+    shared: list[int] = Field(default_factory=list, exclude_if=lambda shared: not shared)
     norm: BlockSpec
     rules: list[RuleSpec]
     initializer_range: float = 0.02
@@ -210,6 +227,16 @@ class ModelSpec(Record):
         """The kind of every layer of the decoder, one by one."""
         return [self.layer_kinds[run.kind] for run in self.layers for _ in range(run.count)]
 
+    def uses(self) -> list[tuple[LayerKind, int | None, int]]:
+        """For every layer of the decoder its kind, the set of shared parts that it has, and how many layers before it
+        have the same."""
+        found: list[tuple[LayerKind, int | None, int]] = []
+        for run in self.layers:
+            for _ in range(run.count):
+                use = sum(which == run.shared for _, which, _ in found) if run.shared is not None else 0
+                found.append((self.layer_kinds[run.kind], run.shared, use))
+        return found
+
     def stacks(self) -> dict[str, list[LayerKind]]:
         """Path of the list -> the kind of each of its layers, in the order in which they run: of the encoder too."""
         encoder = [self.layer_kinds[kind] for kind in self.encoder.kinds] if self.encoder is not None else []
@@ -224,13 +251,15 @@ class ModelSpec(Record):
     def one_of_each_kind(self) -> tuple["ModelSpec", list[int]]:
         """The same model with one layer of each kind, and the kinds of its layers in the order in which they run."""
 
-        def once(kinds: list[int]) -> list[LayerRun]:
-            return [LayerRun(first=place, count=1, kind=kind) for place, kind in enumerate(sorted(set(kinds)))]
+        def once(runs: list[LayerRun]) -> list[LayerRun]:
+            first = {run.kind: run for run in reversed(runs)}
+            one = [first[kind] for kind in sorted(first)]
+            return [run.model_copy(update={"first": place, "count": 1}) for place, run in enumerate(one)]
 
-        own = once([run.kind for run in self.layers])
+        own = once(self.layers)
         encoder = None
         if self.encoder is not None:
-            encoder = self.encoder.model_copy(update={"layers": once(self.encoder.kinds)})
+            encoder = self.encoder.model_copy(update={"layers": once(self.encoder.layers)})
         made = self.model_copy(update={"layers": own, "encoder": encoder, "rules": []})
         return made, made.used_kinds
 
@@ -241,10 +270,14 @@ class ModelSpec(Record):
         def built(block: BlockSpec | None) -> Any:
             return None if block is None else block.build(lifted)
 
+        shared = [self.layer_kinds[kind].build_shared(lifted) for kind in self.shared]
         return nn.CausalLM(
             vocabulary=self.vocabulary,
             hidden=self.hidden,
-            layers=[kind.build(lifted) for kind in self.kinds_in_order()],
+            layers=[
+                kind.build(lifted, None if which is None else shared[which], use) for kind, which, use in self.uses()
+            ],
+            shared=shared,
             norm=built(self.norm),
             rotaries=[built(rotary) for rotary in self.rotaries],
             query_scale=built(self.query_scale) if self.query_scale is not None else None,

@@ -77,10 +77,11 @@ def split_tensors(model: CausalLM, mesh: DeviceMesh, split: Split) -> None:
 
 
 def parts_of(model: CausalLM) -> Iterator[tuple[str, nn.Module]]:
-    """What runs as one: the parts of every layer, and of parts that only hold others, those."""
-    for number, layer in enumerate(model.layers):
-        for name, part in layer.named_children():
-            yield from inner_parts(f"layers.{number}.{name}", part)
+    """What runs as one: the parts of every layer and those that layers share; of parts that only hold others, those."""
+    for stack, held in (("layers", model.layers), ("shared", model.shared)):
+        for number, parts in enumerate(held):
+            for name, part in parts.named_children():
+                yield from inner_parts(f"{stack}.{number}.{name}", part)
 
 
 def inner_parts(path: str, part: nn.Module) -> Iterator[tuple[str, nn.Module]]:

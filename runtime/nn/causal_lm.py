@@ -1,6 +1,6 @@
 """A language model put together from blocks: a decoder, which an encoder may stand beside."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -27,7 +27,9 @@ class CausalLM(nn.Module):
 
     streams: copies of the embeddings that layers pass on, [T, streams, H]; merge makes [T, H] of them after the last
     layer. history: layers hand on a tuple of what was kept of the stream and the stream itself (`DecoderLayer`); merge
-    is given all of it.
+    is given all of it, or there is none and the stream alone goes on.
+
+    shared: sets of parts that several layers have; the layers refer to them (`DecoderLayer`), parameters are held here.
 
     positions: of tokens, added to their embeddings. encoder: reads a source for each document, which layers with cross
     attention look at; its embedding is the decoder's unless it has its own.
@@ -54,10 +56,12 @@ class CausalLM(nn.Module):
         head_rows: int | None = None,
         encoder: Encoder | None = None,
         positions: nn.Module | None = None,
+        shared: Sequence[Mapping[str, nn.Module]] = (),
     ):
         super().__init__()
         self.embed = nn.Embedding(vocabulary, hidden)
         self.layers = nn.ModuleList(layers)
+        self.shared = nn.ModuleList(nn.ModuleDict(parts) for parts in shared)
         self.norm = norm
         self.rotaries = nn.ModuleList(rotaries)
         self.query_scale = query_scale
@@ -124,7 +128,7 @@ class CausalLM(nn.Module):
             x = layer(x, context)
         if self.merge is not None:
             x = self.merge(*x) if isinstance(x, tuple) else self.merge(x)
-        x = self.norm(x)
+        x = self.norm(x[-1] if isinstance(x, tuple) else x)
         weight = self.embed.weight if self.head is None else self.head.weight
         head = Head(weight, self.head_bias, self.logit_scale, self.logit_softcap, self.logit_rows)
         if self.split is not None:

@@ -1,6 +1,7 @@
 """A decoder layer: named parts, and what each of them reads."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from typing import overload
 
 from torch import Tensor, nn
@@ -23,10 +24,21 @@ class DecoderLayer(nn.Module):
     Where layers look back at what came before them, the stream is a tuple: what was kept, the earliest first, then x.
     Parts read all that was kept as "past". keeps: the value that the layer adds to it, "" for none. The tuple is handed
     on from layer to layer and holds the very tensors that were kept: recomputed layers get it with their input, and
-    nothing of it is copied.
+    nothing of it is copied. "past.0" is the first of what was kept, by itself.
+
+    shared: parts that other layers have too. They belong to the model, which holds their parameters once; this is use
+    number `use` of them, as their context says.
     """
 
-    def __init__(self, parts: Mapping[str, nn.Module], reads: Mapping[str, str], gives: str, keeps: str = ""):
+    def __init__(
+        self,
+        parts: Mapping[str, nn.Module],
+        reads: Mapping[str, str],
+        gives: str,
+        keeps: str = "",
+        shared: Mapping[str, nn.Module] | None = None,
+        use: int = 0,
+    ):
         super().__init__()
         known = {"x", PAST}
         for name, text in (*reads.items(), ("", gives), *([("", keeps)] if keeps else [])):
@@ -36,13 +48,21 @@ class DecoderLayer(nn.Module):
                 if len(terms) > 1 and any(term == PAST for term, _ in terms):
                     raise ValueError(f"{name or 'the layer'} adds to {PAST}, which is no single value")
             known.add(name)
-        if reads.keys() != parts.keys():
-            raise ValueError(f"parts {sorted(parts)} are wired as {sorted(reads)}")
+        # In a dict, which registers no modules.
+        self.shared, self.use = dict(shared or {}), use
+        if reads.keys() != parts.keys() | self.shared.keys() or parts.keys() & self.shared.keys():
+            raise ValueError(f"parts {sorted((*parts, *self.shared))} are wired as {sorted(reads)}")
         self.wiring = tuple((name, inputs_of(text)) for name, text in reads.items())
         self.gives = terms_of(gives)
         self.keeps = terms_of(keeps) if keeps else None
         for name in reads:
-            self.add_module(name, parts[name])
+            if name in parts:
+                self.add_module(name, parts[name])
+
+    def all_parts(self) -> Iterator[tuple[str, nn.Module]]:
+        """Its own parts and those that it shares, by name in the order in which they run."""
+        for name, _ in self.wiring:
+            yield name, self.shared[name] if name in self.shared else self.get_submodule(name)
 
     @overload
     def forward(self, x: Tensor, context: Context) -> Tensor: ...
@@ -50,12 +70,13 @@ class DecoderLayer(nn.Module):
     def forward(self, x: tuple[Tensor, ...], context: Context) -> tuple[Tensor, ...]: ...
     def forward(self, x: Tensor | tuple[Tensor, ...], context: Context) -> Tensor | tuple[Tensor, ...]:
         past, stream = (x[:-1], x[-1]) if isinstance(x, tuple) else ((), x)
-        values = {"x": stream}
-        for name, inputs in self.wiring:
-            part, read = self.get_submodule(name), []
+        values = {"x": stream, **{f"{PAST}.{number}": kept for number, kept in enumerate(past)}}
+        for (name, inputs), (_, part) in zip(self.wiring, self.all_parts(), strict=True):
+            read: list[Tensor] = []
             for terms in inputs:
                 read += past if terms[0][0] == PAST else [weighted_sum(terms, values)]
-            out = part(*read, context) if getattr(part, "uses_context", False) else part(*read)
+            own = replace(context, use=self.use) if name in self.shared else context
+            out = part(*read, own) if getattr(part, "uses_context", False) else part(*read)
             if isinstance(out, tuple):
                 values |= {f"{name}.{number}": value for number, value in enumerate(out)}
             else:
