@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from dayzero.onboard.reference import Promote, inputs
+from dayzero.onboard.reference import Promote, encoder_path, inputs
 
 
 class Undiscovered(Exception):
@@ -17,7 +17,8 @@ class Undiscovered(Exception):
 @dataclass
 class Call:
     """One call of a module: its arguments and its output, as they were. later: its further calls in the same pass.
-    joined: the result is all outputs side by side, for a module whose outputs all matter."""
+    joined: the result is all outputs side by side, for a module whose outputs all matter. source: what the encoder gave,
+    where the call of a decoder is handed it."""
 
     path: str
     module: nn.Module
@@ -26,6 +27,7 @@ class Call:
     output: Any
     later: list["Call"] = field(default_factory=list, repr=False)
     joined: bool = False
+    source: Tensor | None = field(default=None, repr=False)
 
     @property
     def has_stream(self) -> bool:
@@ -142,7 +144,18 @@ def record_calls(model: nn.Module, ids: Tensor) -> tuple[dict[str, Call], Tensor
         changed = {id(kept.tensor): kept.copy for kept in held if kept.tensor._version != kept.version}
         if changed:
             call.args, call.kwargs, call.output = _replaced((call.args, call.kwargs, call.output), changed)
+    if (encoder := encoder_path(model)) is not None:
+        _note_source(calls, encoder)
     return calls, logits
+
+
+def _note_source(calls: Mapping[str, Call], encoder: str) -> None:
+    """What the encoder gives is the source of every call outside it that is handed it."""
+    states = floats(calls[encoder].output)
+    for path, call in calls.items():
+        if states and not f"{path}.".startswith(f"{encoder}."):
+            if any(held is states[0] for held in tensors((call.args, call.kwargs))):
+                call.source = states[0]
 
 
 class _Snapshot(NamedTuple):

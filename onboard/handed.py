@@ -16,7 +16,7 @@ from torch import Tensor
 from dayzero.onboard.calls import Call, tensors
 from dayzero.onboard.left import left_by_earlier
 from dayzero.runtime.nn import Context
-from dayzero.runtime.nn.context import lengths_of, positions_of
+from dayzero.runtime.nn.context import Source, lengths_of, positions_of
 
 __all__ = ["Table", "context_of", "handed_tables", "made_already", "rotary_tables", "tables_in"]
 
@@ -56,7 +56,10 @@ def context_of(call: Call, inner: Mapping[str, Call] | None = None) -> Context:
     if (scale := query_scale(call)) is not None:
         shared["query_scale"] = scale
     position = positions_of(lengths, bounds.device)
-    return Context(bounds, lengths, position, tables, handed_ids(call, position), shared)
+    source = None
+    if call.source is not None:
+        source = Source(call.source.flatten(0, 1), (call.source.shape[1],) * call.source.shape[0])
+    return Context(bounds, lengths, position, tables, handed_ids(call, position), shared, source)
 
 
 def handed_ids(call: Call, position: Tensor) -> Tensor | None:

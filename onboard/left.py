@@ -8,6 +8,7 @@ from torch import Tensor
 
 from dayzero.onboard.calls import Call
 from dayzero.runtime.nn.carried_router import STATE
+from dayzero.runtime.nn.distance_bias import BIAS
 from dayzero.runtime.nn.handed_routing import INDEX, WEIGHTS
 from dayzero.runtime.nn.latent_attention import LATENTS, SELECTED
 
@@ -24,7 +25,29 @@ def left_by_earlier(call: Call) -> dict[str, Tensor]:
         shared[STATE] = state
     if (routing := handed_routing(call)) is not None:
         shared[INDEX], shared[WEIGHTS] = routing
+    if (bias := handed_bias(call)) is not None:
+        shared[BIAS] = bias
     return shared
+
+
+def handed_bias(call: Call) -> Tensor | None:
+    """[2 S - 1, N], from a floating-point argument [1 or B, N, S, S] that depends on the distance alone and is no mask:
+    the biases of keys S - 1 places later to S - 1 places earlier than their query; None without one."""
+    if call.hidden.ndim != 3:
+        return None
+    batch, length = call.hidden.shape[:2]
+    for value in [*call.args, *call.kwargs.values()]:
+        if not isinstance(value, Tensor) or not value.is_floating_point() or value.ndim != 4:
+            continue
+        if value.shape[0] not in {1, batch} or value.shape[2:] != (length, length):
+            continue
+        plain = bool((value.detach().abs() < 1e30).all()) and bool(value.any())
+        if not plain or not torch.equal(value, value[:1].expand_as(value)):
+            continue
+        if torch.equal(value[..., 1:, 1:], value[..., :-1, :-1]):
+            later, earlier = value[0, :, 0].flip(-1), value[0, :, 1:, 0]
+            return torch.cat((later, earlier), -1).detach().t()
+    return None
 
 
 def handed_routing(call: Call) -> tuple[Tensor, Tensor] | None:

@@ -27,7 +27,7 @@ from dayzero.runtime.errors import InputError
 from dayzero.runtime.nn.promote import Promote
 
 __all__ = [
-    "ForceTopK", "Promote", "Reads", "UnknownArchitecture", "build", "constructed_with", "inputs", "load_config",
+    "ForceTopK", "Promote", "Reads", "UnknownArchitecture", "build", "constructed_with", "encoder_path", "inputs", "load_config",
     "model_class", "never_trained", "on_disk", "quiet", "redraw", "replaced", "run", "state_of", "text_config",
     "text_model", "text_prefix",
 ]  # fmt: skip
@@ -361,6 +361,14 @@ def on_disk(model: nn.Module, values: Mapping[str, Tensor] | None = None) -> dic
             for file in sorted(Path(folder).glob("*.safetensors"))
             for name, tensor in load_file(file).items()
         }
+
+
+def encoder_path(model: nn.Module) -> str | None:
+    """Where the encoder is that the text decoder looks at; None for a model without one."""
+    if not getattr(model.config, "is_encoder_decoder", False):
+        return None
+    encoder = model.get_encoder()  # type: ignore[operator]
+    return next((path for path, module in model.named_modules() if module is encoder), None)
 
 
 def inputs(model: nn.Module, ids: Tensor) -> dict[str, Any]:

@@ -14,7 +14,9 @@ from dayzero.onboard.candidates.convolution import (
     propose_recurrent_block,
     propose_short_convolution,
 )
+from dayzero.onboard.candidates.cross_attention import propose_cross_attention
 from dayzero.onboard.candidates.delta_rule import propose_delta_rule
+from dayzero.onboard.candidates.distance_bias import propose_distance_bias
 from dayzero.onboard.candidates.evidence import Candidate, Evidence, Site, site_of
 from dayzero.onboard.candidates.feed_forward import propose_feed_forward
 from dayzero.onboard.candidates.joins import propose_join
@@ -23,6 +25,7 @@ from dayzero.onboard.candidates.linear_attention import propose_lightning_attent
 from dayzero.onboard.candidates.matrix_memory import propose_mlstm
 from dayzero.onboard.candidates.moe import propose_moe
 from dayzero.onboard.candidates.norm import propose_norm
+from dayzero.onboard.candidates.projections import propose_projection
 from dayzero.onboard.candidates.recurrence import propose_channel_mix, propose_time_mix
 from dayzero.onboard.candidates.relative_attention import propose_relative_attention
 from dayzero.onboard.candidates.routing import propose_routing
@@ -39,6 +42,7 @@ PROPOSERS: dict[str, tuple[Callable[[Site], list[Candidate]], ...]] = {
         propose_latent_attention,
         propose_compressed_attention,
         propose_relative_attention,
+        propose_distance_bias,
         propose_sparse_attention,
         propose_delta_rule,
         propose_mamba2,
@@ -52,10 +56,12 @@ PROPOSERS: dict[str, tuple[Callable[[Site], list[Candidate]], ...]] = {
         propose_mlstm,
     ),
     "ffn": (propose_feed_forward, propose_moe),
+    "cross": (propose_cross_attention,),
     "routing": (propose_routing,),
     "connection": (propose_connection,),
     "merge": (propose_merge, propose_join),
     "join": (propose_join,),
+    "projection": (propose_projection,),
     "mixer of several": (),
 }
 
