@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from dayzero.onboard.calls import Call
+from dayzero.runtime.nn.attention import KEYS, VALUES
 from dayzero.runtime.nn.carried_router import STATE
 from dayzero.runtime.nn.distance_bias import BIAS
 from dayzero.runtime.nn.handed_routing import INDEX, WEIGHTS
@@ -21,6 +22,8 @@ def left_by_earlier(call: Call) -> dict[str, Tensor]:
     for name, (compressed, turned) in handed_latents(call).items():
         joined = torch.cat((compressed, turned), -1)
         shared[LATENTS + name] = joined.reshape(-1, joined.shape[-1])
+    for name, (key, value) in handed_heads(call).items():
+        shared[KEYS + name], shared[VALUES + name] = (part.transpose(1, 2).flatten(0, 1) for part in (key, value))
     if (state := handed_state(call)) is not None:
         shared[STATE] = state
     if (routing := handed_routing(call)) is not None:
@@ -91,6 +94,11 @@ def handed_index(call: Call) -> Tensor | None:
 
 def handed_latents(call: Call, after: bool = False) -> dict[str, tuple[Tensor, Tensor]]:
     """Pairs [B, 1, S, R] by name, in a mapping among the arguments. after: as the call left it."""
+    return {name: pair for name, pair in handed_heads(call, after).items() if pair[0].shape[1] == 1}
+
+
+def handed_heads(call: Call, after: bool = False) -> dict[str, tuple[Tensor, Tensor]]:
+    """Keys and values [B, G, S, D] by name, in a mapping among the arguments. after: as the call left it."""
     if call.hidden.ndim != 3:
         return {}
     batch, length = call.hidden.shape[:2]
@@ -108,7 +116,9 @@ def handed_latents(call: Call, after: bool = False) -> dict[str, tuple[Tensor, T
         for name, pair in held.items():
             if not isinstance(pair, (tuple, list)) or len(pair) != 2:
                 continue
-            if all(isinstance(p, Tensor) and p.ndim == 4 and p.shape[:3] == (batch, 1, length) for p in pair):
+            if not all(isinstance(p, Tensor) and p.is_floating_point() and p.ndim == 4 for p in pair):
+                continue
+            if all(p.shape[0] == batch and p.shape[2] == length for p in pair) and pair[0].shape[1] == pair[1].shape[1]:
                 found[str(name)] = (pair[0].detach(), pair[1].detach())
     return found
 

@@ -68,6 +68,20 @@ class Streams(torch.nn.Module):
         return self.inner(torch.stack([x, x.flip(1)], 1), context).flatten(1)[:, ::2]
 
 
+class SharedKeys(torch.nn.Module):
+    """Attention with the keys and values of one before it."""
+
+    uses_context = True
+    parallel_inner = ("first", "second")
+
+    def __init__(self, kv_heads: int):
+        super().__init__()
+        self.first, self.second = gqa(kv_heads, leaves="a", qk_norm="head"), gqa(kv_heads, takes="a", qk_norm="head")
+
+    def forward(self, x: Tensor, context: Context) -> Tensor:
+        return self.second(x + self.first(x, context), context)
+
+
 class RoutedBefore(torch.nn.Module):
     """Experts whose router is another part."""
 
@@ -97,6 +111,8 @@ CASES: dict[str, Build] = {
     "attention-norm-of-all-heads": lambda: gqa(4, qk_norm="whole", qk_norm_offset=1.0, convolution=3, gate="silu"),
     "attention-chunks": lambda: gqa(chunk=4, value_norm_eps=1e-6, query_scale="log", value_is_key=True),
     "attention-both-ways": lambda: gqa(causal=False, window=3),
+    "attention-shared-keys": lambda: SharedKeys(2),
+    "attention-shared-key": lambda: SharedKeys(1),
     "attention-lora": lambda: adapted(gqa(1, bias=True, output_bias=True)),
     "relative-attention": lambda: nn.RelativeAttention(gqa(rotary=None), 3, 5),
     "latent": latent,

@@ -19,6 +19,7 @@ from dayzero.onboard.candidates.delta_rule import propose_delta_rule
 from dayzero.onboard.candidates.distance_bias import propose_distance_bias
 from dayzero.onboard.candidates.evidence import Candidate, Evidence, Site, site_of
 from dayzero.onboard.candidates.feed_forward import propose_feed_forward
+from dayzero.onboard.candidates.handed_keys import propose_attention_with_handed_keys
 from dayzero.onboard.candidates.joins import propose_join
 from dayzero.onboard.candidates.latent_attention import propose_latent_attention
 from dayzero.onboard.candidates.linear_attention import propose_lightning_attention
@@ -39,6 +40,7 @@ PROPOSERS: dict[str, tuple[Callable[[Site], list[Candidate]], ...]] = {
     "norm": (propose_norm,),
     "mixer": (
         propose_attention,
+        propose_attention_with_handed_keys,
         propose_latent_attention,
         propose_compressed_attention,
         propose_relative_attention,

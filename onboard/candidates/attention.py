@@ -21,6 +21,7 @@ from dayzero.onboard.candidates.evidence import Candidate, Evidence, Site, liter
 from dayzero.onboard.candidates.feed_forward import linear_calls
 from dayzero.onboard.candidates.softmax import SoftmaxSeen, watch
 from dayzero.onboard.candidates.where_held import any_number, as_float, constant, divided, held, named, rank
+from dayzero.onboard.left import handed_heads
 from dayzero.runtime.nn.attention import GATES
 from dayzero.runtime.nn.rotary import rotate
 from dayzero.runtime.weights import Source, Squeeze, Stored
@@ -94,11 +95,12 @@ class AttentionSolver(ScoresSolver):
         if sinks is None:
             return
         pairs = [(q, k) for q, k in itertools.product(queries, keys) if q[0].manner == k[0].manner]
+        left = self._left() if pairs else {}
         for (query, grown), (key, ratio) in pairs:
             key_factors = self._factor("key", float(ratio.flatten()[0]), self.before[key])
             query_arguments = list(self._query_factors(query, grown, scores))
             for value, output in itertools.product(values, outputs):
-                made = self._shared_arguments(query, key) | value[0] | sinks[0] | output[0]
+                made = self._shared_arguments(query, key) | value[0] | sinks[0] | output[0] | left
                 parameters = self._query_key_parameters(query, key) | value[1] | sinks[1] | output[1]
                 value_factors = self._factor("value", value[2], self.value)
                 for pieces in itertools.product(query_arguments, key_factors, value_factors, visible):
@@ -106,6 +108,14 @@ class AttentionSolver(ScoresSolver):
                     for piece in pieces:
                         arguments |= piece
                     yield Candidate("GroupedQueryAttention", arguments, parameters)
+
+    def _left(self) -> dict[str, Evidence]:
+        """The name under which the module leaves its keys and values, where it does."""
+        for name, (key, value) in handed_heads(self.site.call, after=True).items():
+            pairs = ((key, self.key), (value, self.value))
+            if all(same(left.transpose(1, 2).contiguous(), seen) for left, seen in pairs):
+                return {"leaves": literal(name, "found in what the layer is handed, after it ran")}
+        return {}
 
     def _query_key_parameters(self, query: Road, key: Road) -> dict[str, Source]:
         parameters = {**self._projection("query", query.piece), **self._projection("key", key.piece)}

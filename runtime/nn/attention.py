@@ -17,6 +17,7 @@ from .rotary import RotaryStyle, rotate
 QKNorm = Literal["none", "head", "whole"]
 OutputGate = Literal["sigmoid", "softplus", "silu", "tanh"]
 
+KEYS, VALUES = "keys.", "values."  # context.shared: those of a layer that leaves them, by the name that both know
 GATES = {"sigmoid": torch.sigmoid, "softplus": F.softplus, "silu": F.silu, "tanh": torch.tanh}
 
 
@@ -42,6 +43,9 @@ class GroupedQueryAttention(nn.Module):
     sinks: a learned logit a head takes attention and gives nothing.
     Gate. gate: what each head has gathered is multiplied by gate(projection of x): one number a channel, or one a head
     (gate_per_head). gate_bias: a learned number a head is added before the activation.
+    Sharing. leaves, takes: a name under which this layer leaves its keys, turned, and values for later layers
+    (context.shared["keys.NAME"], [T, G, D], with their gradient), or takes those of an earlier layer instead of making
+    its own.
     """
 
     uses_context = True
@@ -88,6 +92,8 @@ class GroupedQueryAttention(nn.Module):
         gate: OutputGate | None = None,
         gate_per_head: bool = False,
         gate_bias: bool = False,
+        leaves: str | None = None,
+        takes: str | None = None,
     ):
         super().__init__()
         if heads % kv_heads:
@@ -99,6 +105,8 @@ class GroupedQueryAttention(nn.Module):
             raise ValueError(f"values of size {value_dim} cannot be the keys of size {head_dim}")
         if not causal and chunk is None and window is not None and window < 1:
             raise ValueError(f"a window of {window} tokens shows nothing")
+        if takes is not None and (leaves is not None or convolution is not None or value_is_key):
+            raise ValueError("keys and values that are taken from an earlier layer are neither left nor made")
         self.heads, self.kv_heads, self.head_dim, self.scale = heads, kv_heads, head_dim, scale
         self.qk_norm, self.qk_norm_after_rotary, self.clip = qk_norm, qk_norm_after_rotary, clip
         self.query_factor, self.key_factor, self.value_factor = query_factor, key_factor, value_factor
@@ -107,20 +115,22 @@ class GroupedQueryAttention(nn.Module):
         self.rotary: RotaryStyle | None = rotary
         self.rotary_last, self.table, self.softcap = rotary_last, table, softcap
         self.visible = Visibility(causal, window, chunk)
+        self.leaves, self.takes = leaves, takes
         self.query = nn.Linear(hidden, heads * head_dim, bias=bias)
-        self.key = nn.Linear(hidden, kv_heads * head_dim, bias=bias)
-        self.value = None if value_is_key else nn.Linear(hidden, kv_heads * self.value_dim, bias=bias)
+        self.key = nn.Linear(hidden, kv_heads * head_dim, bias=bias) if takes is None else None
+        own_value = takes is None and not value_is_key
+        self.value = nn.Linear(hidden, kv_heads * self.value_dim, bias=bias) if own_value else None
         self.output = nn.Linear(heads * self.value_dim, hidden if out is None else out, bias=output_bias)
         if convolution is not None:
             self.key_mix, self.value_mix = (
                 nn.Parameter(torch.empty(kv_heads * dim, convolution)) for dim in (head_dim, self.value_dim)
             )
         self.convolution = convolution
+        self.query_norm = self.key_norm = None
         if qk_norm != "none":
             sizes = [head_dim if qk_norm == "head" else count * head_dim for count in (heads, kv_heads)]
-            self.query_norm, self.key_norm = (
-                RMSNorm(size, qk_norm_eps, qk_norm_offset, qk_norm_scaled) for size in sizes
-            )
+            query_norm, key_norm = (RMSNorm(size, qk_norm_eps, qk_norm_offset, qk_norm_scaled) for size in sizes)
+            self.query_norm, self.key_norm = query_norm, key_norm if takes is None else None
         self.value_norm = RMSNorm(self.value_dim, value_norm_eps, scaled=False) if value_norm_eps is not None else None
         self.output_norm = (
             RMSNorm(self.value_dim, output_norm_eps, scaled=False) if output_norm_eps is not None else None
@@ -160,8 +170,14 @@ class GroupedQueryAttention(nn.Module):
 
     def forward(self, x: Tensor, context: Context, bias: Bias | None = None) -> Tensor:
         """bias: added to the scaled scores."""
-        query, key, value = self.projections(x, context)
-        query, key = self.positioned(query, key, context)
+        if self.takes is None:
+            query, key, value = self.projections(x, context)
+            query, key = self.positioned(query, key, context)
+        else:
+            query = self._grown(self._turned(self._queries(x), self.query_norm, context), context)
+            key, value = self._taken(context)
+        if self.leaves is not None:
+            context.shared[KEYS + self.leaves], context.shared[VALUES + self.leaves] = key, value
         attended = attend(
             query,
             key,
@@ -175,41 +191,63 @@ class GroupedQueryAttention(nn.Module):
         )
         return self.output(self.gated(attended, x).flatten(-2))
 
+    def _taken(self, context: Context) -> tuple[Tensor, Tensor]:
+        if f"{KEYS}{self.takes}" not in context.shared:
+            raise ValueError(f"this attention takes keys and values {self.takes!r}, but no earlier layer left them")
+        return context.shared[f"{KEYS}{self.takes}"], context.shared[f"{VALUES}{self.takes}"]
+
     def projections(self, x: Tensor, context: Context) -> tuple[Tensor, Tensor, Tensor]:
         """Queries [T, N, D], keys [T, G, D] and values [T, G, Dv]: projected, normed unless later, scaled."""
-        query, key = self.query(x), self.key(x)
-        value = None if self.value is None else self.value(x)
+        assert self.key is not None
+        key, value = self.key(x), None if self.value is None else self.value(x)
         if self.convolution is not None and value is not None:
             key = key + causal_convolution(key, self.key_mix, None, context.lengths)
             value = value + causal_convolution(value, self.value_mix, None, context.lengths)
-        if self.qk_norm == "whole":
-            query, key = self.query_norm(query), self.key_norm(key)
-        if self.clip is not None:
-            query, key = query.clamp(-self.clip, self.clip), key.clamp(-self.clip, self.clip)
-            value = None if value is None else value.clamp(-self.clip, self.clip)
-        query, key = (part.unflatten(-1, (-1, self.head_dim)) for part in (query, key))
-        value = key if value is None else value.unflatten(-1, (-1, self.value_dim))
-        if self.qk_norm == "head" and not self.qk_norm_after_rotary:
-            query, key = self.query_norm(query), self.key_norm(key)
+        key = self._heads_of(key, self.key_norm)
+        if value is None:
+            value = key
+        else:
+            value = value if self.clip is None else value.clamp(-self.clip, self.clip)
+            value = value.unflatten(-1, (-1, self.value_dim))
+        key = self._normed(key, self.key_norm, self.key_factor)
         if self.value_norm is not None:
             value = self.value_norm(value)
-        factors = (self.query_factor, self.key_factor, self.value_factor)
-        query, key, value = (
-            part if factor == 1.0 else part * factor for part, factor in zip((query, key, value), factors, strict=True)
-        )
-        return query, key, value
+        return self._queries(x), key, value if self.value_factor == 1.0 else value * self.value_factor
+
+    def _queries(self, x: Tensor) -> Tensor:
+        query = self._heads_of(self.query(x), self.query_norm)
+        return self._normed(query, self.query_norm, self.query_factor)
+
+    def _heads_of(self, part: Tensor, norm: RMSNorm | None) -> Tensor:
+        """[T, heads, D] of projected queries or keys."""
+        if self.qk_norm == "whole" and norm is not None:
+            part = norm(part)
+        if self.clip is not None:
+            part = part.clamp(-self.clip, self.clip)
+        return part.unflatten(-1, (-1, self.head_dim))
+
+    def _normed(self, part: Tensor, norm: RMSNorm | None, factor: float) -> Tensor:
+        if self.qk_norm == "head" and norm is not None and not self.qk_norm_after_rotary:
+            part = norm(part)
+        return part if factor == 1.0 else part * factor
 
     def positioned(self, query: Tensor, key: Tensor, context: Context) -> tuple[Tensor, Tensor]:
         """Turned by their positions, and queries scaled by theirs."""
+        query, key = self._turned(query, self.query_norm, context), self._turned(key, self.key_norm, context)
+        return self._grown(query, context), key
+
+    def _turned(self, part: Tensor, norm: RMSNorm | None, context: Context) -> Tensor:
         if self.rotary is not None:
             if self.table >= len(context.tables):
                 raise ValueError("this attention rotates queries and keys, but the model has no such rotary tables")
-            cos, sin = context.tables[self.table]
-            query, key = (rotate(part, cos, sin, self.rotary, self.rotary_last) for part in (query, key))
-        if self.qk_norm == "head" and self.qk_norm_after_rotary:
-            query, key = self.query_norm(query), self.key_norm(key)
+            part = rotate(part, *context.tables[self.table], self.rotary, self.rotary_last)
+        if self.qk_norm == "head" and norm is not None and self.qk_norm_after_rotary:
+            part = norm(part)
+        return part
+
+    def _grown(self, query: Tensor, context: Context) -> Tensor:
         growth = self.growth(context, query.dtype)
-        return (query if growth is None else query * growth[:, None, None].to(query.dtype)), key
+        return query if growth is None else query * growth[:, None, None].to(query.dtype)
 
     def growth(self, context: Context, dtype: torch.dtype) -> Tensor | None:
         """[T]: what queries are multiplied by at their positions."""

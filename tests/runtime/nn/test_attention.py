@@ -140,7 +140,25 @@ def _without_sinks(made):
     return plain
 
 
+@pytest.mark.parametrize("option", ["plain", "head norms", "norms after", "window", "step_log"])
+def test_keys_and_values_are_taken_from_the_layer_that_left_them(option):
+    first, second = block(**OPTIONS[option], leaves="a"), block(**OPTIONS[option], takes="a")
+    assert {name for name, _ in second.named_children()} == {name for name, _ in first.named_children()} - {
+        "key", "value", "key_norm",
+    }  # fmt: skip
+    second.load_state_dict({name: value for name, value in first.state_dict().items() if name in second.state_dict()})
+    shared, x = context(9, 5), inputs(14)
+    assert torch.equal(first(x, shared), block(**OPTIONS[option])(x, context(9, 5)))
+    assert torch.equal(second(x, shared), first(x, shared))  # of the same input, with the same weights
+    (grad,) = torch.autograd.grad(second(x * 2, shared).sum(), [first.value.weight])
+    assert grad.abs().min() > 0
+    with pytest.raises(ValueError, match="takes keys and values 'a', but no earlier layer left them"):
+        second(x, context(9, 5))
+
+
 def test_what_does_not_fit_is_refused():
+    with pytest.raises(ValueError, match="neither left nor made"):
+        block(leaves="a", takes="b")
     with pytest.raises(ValueError, match="4 heads cannot share 3"):
         GroupedQueryAttention(**{**BASE, "kv_heads": 3})
     with pytest.raises(ValueError, match="cannot be the keys"):

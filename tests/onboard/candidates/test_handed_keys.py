@@ -1,0 +1,73 @@
+"""Attention that leaves its keys and values for a later layer, and attention that takes them, by what is handed."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import nn
+
+from dayzero.onboard.calls import record_calls
+from dayzero.onboard.candidates import site_of
+from dayzero.onboard.layer_wiring import mixes_tokens
+from dayzero.onboard.prove import prove
+
+H, N, G, D, S = 20, 4, 2, 6, 9
+
+
+class Ledge(SimpleNamespace):
+    def to_dict(self):
+        return vars(self)
+
+
+class Look(nn.Module):
+    """name: under which keys and values are left, or found where `own` is False."""
+
+    def __init__(self, name, own):
+        super().__init__()
+        self.name, self.own, self.eye_dim, self.kv_pools = name, own, D, G
+        self.aa, self.dd = nn.Linear(H, N * D, bias=False), nn.Linear(N * D, H, bias=False)
+        if own:
+            self.bb, self.cc = nn.Linear(H, G * D, bias=False), nn.Linear(H, G * D, bias=False)
+
+    def forward(self, z, veil, chest):
+        q = self.aa(z).unflatten(-1, (N, D)).transpose(1, 2)
+        if self.own:
+            chest[self.name] = tuple(f(z).unflatten(-1, (G, D)).transpose(1, 2) for f in (self.bb, self.cc))
+        k, v = (part.repeat_interleave(N // G, 1) for part in chest[self.name])
+        got = (q @ k.transpose(2, 3) * 0.3 + veil).softmax(-1) @ v
+        return self.dd(got.transpose(1, 2).flatten(2))
+
+
+class Pair(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.config = Ledge(eyes=N)
+        self.near, self.far, self.ask = Look("near", own=True), Look("far", own=True), Look("near", own=False)
+
+    def forward(self, input_ids, use_cache=False):
+        z = torch.randn(2, S, H, generator=torch.Generator().manual_seed(5), dtype=torch.float64)
+        veil = torch.full((S, S), float("-inf"), dtype=torch.float64).triu(1)[None, None]
+        chest = {}
+        for look in (self.near, self.far, self.ask):
+            z = z + look(z, veil, chest)
+        return SimpleNamespace(logits=z)
+
+
+@pytest.fixture(scope="module")
+def pair():
+    torch.manual_seed(0)
+    model = Pair().double()
+    return model, record_calls(model, torch.zeros(2, S, dtype=torch.int64))[0]
+
+
+@pytest.mark.parametrize(
+    ("path", "found"),
+    [("near", {"leaves": "near"}), ("far", {"leaves": "far"}), ("ask", {"takes": "near"})],
+)
+def test_names_are_those_under_which_the_values_stand(pair, path, found):
+    model, calls = pair
+    assert mixes_tokens(calls[path])
+    verdict = prove("mixer", site_of(calls, path, model.config), torch.Generator().manual_seed(0))
+    arguments = verdict.survivors[0].candidate.spec(calls[path].module, model.config).arguments
+    assert {name: arguments[name] for name in ("leaves", "takes") if name in arguments} == found
+    assert (arguments["heads"], arguments["kv_heads"], arguments["head_dim"], arguments["scale"]) == (N, G, D, 0.3)
