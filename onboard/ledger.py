@@ -34,7 +34,8 @@ class TensorGroup(Record):
 
     Of a quantised weight, the group of its codes says the `format`, the `logical_shape` of the weight, and the `parts`
     it is stored as (role -> pattern); the groups of its scales say `part_of`, the pattern of the codes. Tensors that
-    repeat others, as a head that is stored although it is tied, say `copy_of`, the pattern of those.
+    repeat others, as a head that is stored although it is tied, say `copy_of`, the pattern of those. unused: weights of
+    mapped tensors that no parameter is made of: padding, or what is carried beside a part that is used.
     """
 
     pattern: str
@@ -57,6 +58,7 @@ class TensorGroup(Record):
     parts: dict[str, str] = Field(default_factory=dict)
     part_of: str | None = None
     copy_of: str | None = None
+    unused: int = Field(default=0, exclude_if=lambda count: not count)
 
     @property
     def elements(self) -> int:
@@ -130,7 +132,9 @@ class Ledger(Record):
 
     def mapped_parameters(self) -> int:
         """Parameters of the model that the mapped tensors make."""
-        return sum(group.elements for group in self.groups if group.fate == "mapped" and group.copy_of is None)
+        return sum(
+            group.elements - group.unused for group in self.groups if group.fate == "mapped" and group.copy_of is None
+        )
 
     def formats(self) -> dict[str, int]:
         """Quantised format -> weights stored in it."""

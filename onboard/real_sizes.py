@@ -11,10 +11,12 @@ from dataclasses import replace
 from itertools import combinations, permutations
 from typing import Any
 
+from dayzero.onboard.cuts import runs_of
 from dayzero.onboard.expressions import NoRule
 from dayzero.runtime.weights import (
     Concat,
     Deinterleave,
+    Excerpt,
     Flatten,
     Interleave,
     Part,
@@ -70,9 +72,14 @@ def resized_layer(
 ) -> dict[str, Source]:
     """The expressions of one layer's parameters, whose real shapes these are, at real sizes.
 
-    Parts of one tensor belong together: each begins where the one before it ends. Raises NoRule for a size that is not
-    known.
+    Parts of one tensor belong together: each begins where the one before it ends. So do tensors of which the rows go on
+    in the next (`cuts.py`); they are cut as evenly as here. Raises NoRule for a size that is not known.
     """
+    found: dict[str, Source] = {}
+    for run in runs_of(sources):
+        wanted = [shapes[name][run.dim] for name in run.parameters]
+        found |= run.sources(run.evenly(sum(wanted)), wanted)
+    sources = {name: source for name, source in sources.items() if name not in found}
     lengths: dict[tuple, dict[tuple[int, int], int]] = defaultdict(dict)
 
     def measure(part: Part, length: int, groups: int) -> tuple[int, int]:
@@ -91,7 +98,7 @@ def resized_layer(
     def place(part: Part, length: int, groups: int) -> tuple[int, int]:
         return places[(part.part, part.dim, part.groups), (part.start, part.stop)]
 
-    return {name: _resized(source, tuple(shapes[name]), sizes, place) for name, source in sources.items()}
+    return found | {name: _resized(source, tuple(shapes[name]), sizes, place) for name, source in sources.items()}
 
 
 def _resized(source: Source, shape: Shape, sizes: Mapping[int, int], place: Place) -> Source:
@@ -127,8 +134,10 @@ def _resized(source: Source, shape: Shape, sizes: Mapping[int, int], place: Plac
             if known is not None and known % real_groups:
                 raise NoRule(f"{known} rows do not fall into {real_groups} groups")
             length = known // real_groups if known is not None else _real(stop - start, sizes)
-            first, last = place(source, length, real_groups)
-            return Part(dim, first, last, inner(part, _with(shape, dim, None)), real_groups)
+            first, last = _block(source, length) if isinstance(source, Excerpt) else place(source, length, real_groups)
+            return replace(
+                source, start=first, stop=last, part=inner(part, _with(shape, dim, None)), groups=real_groups
+            )
         case Interleave(dim, ways, part, block) | Deinterleave(dim, ways, part, block):
             return replace(
                 source,
@@ -137,6 +146,14 @@ def _resized(source: Source, shape: Shape, sizes: Mapping[int, int], place: Plac
                 part=inner(part, shape),
             )
     return source.with_children(tuple(inner(child, shape) for child in source.children))
+
+
+def _block(excerpt: Excerpt, length: int) -> tuple[int, int]:
+    """Where an excerpt stands, whose neighbours nothing measures: it is one of equal blocks. Raises NoRule."""
+    number, rest = divmod(excerpt.start, excerpt.stop - excerpt.start)
+    if rest:
+        raise NoRule(f"rows {excerpt.start}:{excerpt.stop} are carried beside others of unknown number")
+    return number * length, (number + 1) * length
 
 
 def _with(shape: Shape, dim: int, size: int | None) -> Shape:

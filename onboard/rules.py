@@ -17,28 +17,40 @@ from dayzero.onboard.expressions import NoRule, StoredValues, express, stored_na
 from dayzero.onboard.layer_numbers import at_layers, numbered
 from dayzero.onboard.real_sizes import resized_layer
 from dayzero.runtime.spec import RuleSpec, SourceSpec
-from dayzero.runtime.weights import Rule, Source, bind, check_coverage
+from dayzero.runtime.weights import Excerpt, Part, Rule, Source, bind, check_coverage
 
 __all__ = ["NoRule", "find_rules", "full_rules", "layer_templates"]
 
 
-def find_rules(parameters: Mapping[str, Tensor], stored: Mapping[str, Tensor]) -> dict[str, Source]:
+def find_rules(
+    parameters: Mapping[str, Tensor], stored: Mapping[str, Tensor], idle: Mapping[str, Tensor] | None = None
+) -> dict[str, Source]:
     """Expression of every parameter of our (shrunk) model over the stored tensors. Raises NoRule, naming the parameter.
 
     Every value of every stored tensor must be used, exactly once: one left over would be lost on the way. A tensor that
     is stored twice (a tied head) is read once and written to both places.
+
+    idle: where stored tensors have values that the model has no use for, booleans of their shape: these are left over.
     """
+    idle = idle or {}
     copies = _copies(stored)
     twins = {name for others in copies.values() for name in others}
     known = StoredValues({name: tensor for name, tensor in stored.items() if name not in twins})
     found: dict[str, Source] = {}
     for name, value in parameters.items():
         try:
-            found[name] = tied(express(value.detach(), known), copies)
+            found[name] = _excerpts(tied(express(value.detach(), known), copies), idle)
         except NoRule as error:
             raise NoRule(f"{name}: {error}") from None
-    _check_each_once(found, stored)
+    _check_each_once(found, stored, idle)
     return found
+
+
+def _excerpts(source: Source, idle: Mapping[str, Tensor]) -> Source:
+    """The expression with an `Excerpt` for every part of a tensor whose other values are idle."""
+    if type(source) is Part and set(stored_names(source)) & idle.keys():
+        return Excerpt(source.dim, source.start, source.stop, source.part, source.groups)
+    return source.with_children(tuple(_excerpts(child, idle) for child in source.children))
 
 
 def _copies(stored: Mapping[str, Tensor]) -> dict[str, list[str]]:
@@ -59,8 +71,8 @@ def _copies(stored: Mapping[str, Tensor]) -> dict[str, list[str]]:
     return copies
 
 
-def _check_each_once(found: Mapping[str, Source], stored: Mapping[str, Tensor]) -> None:
-    seen: dict[str, bool] = {}
+def _check_each_once(found: Mapping[str, Source], stored: Mapping[str, Tensor], idle: Mapping[str, Tensor]) -> None:
+    seen: dict[str, int] = {}
     for source in found.values():
         for leaf, index, partial in source.leaves({}):
             for name in leaf.names(index):
@@ -71,9 +83,19 @@ def _check_each_once(found: Mapping[str, Source], stored: Mapping[str, Tensor]) 
         raise NoRule(f"no parameter is made of {', '.join(left[:3])}{' ...' if len(left) > 3 else ''}")
     try:
         bound = bind([Rule(parameter, source) for parameter, source in found.items()])
-        check_coverage(bound, {name: tuple(tensor.shape) for name, tensor in stored.items()})
+        shapes = {name: tuple(tensor.shape) for name, tensor in stored.items()}
+        check_coverage(bound, shapes)
     except ValueError as error:
         raise NoRule(str(error)) from None
+    left_over = {name: torch.ones_like(mask) for name, mask in idle.items()}
+    for rule in bound.values():
+        if left_over.keys() & set(rule.names()):
+            for piece in rule.pieces(torch.empty(rule.shape(shapes), device="meta"), shapes):
+                for name in left_over.keys() & set(piece.leaf.names(piece.index)):
+                    left_over[name][piece.region] = False
+    for name, left in left_over.items():
+        if not torch.equal(left, idle[name]):
+            raise NoRule(f"values of {name} that the model uses are not those that a parameter is made of")
 
 
 _LAYER = re.compile(r"^layers\.(\d+)\.")
@@ -126,8 +148,10 @@ def full_rules(
     ]
     counted = at_layers(names)
     for layer, shrunk in enumerate(shrunk_layer_of):
-        theirs = {name: shapes[f"layers.{layer}.{name}"] for name in inside[shrunk]}
-        for name, source in resized_layer(inside[shrunk], theirs, sizes).items():
+        # Of parts that layers share, the first of them has the parameters.
+        has = {name: source for name, source in inside[shrunk].items() if f"layers.{layer}.{name}" in shapes}
+        theirs = {name: shapes[f"layers.{layer}.{name}"] for name in has}
+        for name, source in resized_layer(has, theirs, sizes).items():
             own = source.renamed(lambda name, layer=layer: counted.get((name, layer), name))
             groups[name, own].append(layer)
     for (name, source), layers in groups.items():

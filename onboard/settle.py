@@ -57,6 +57,7 @@ def settle(
         raise InputError("weights", found=str(error), expected="every part of a tensor used exactly once") from None
     if missing := sorted(shapes.keys() - bound.keys()):
         raise InputError("weights", found=f"no rule makes {missing[0]}", expected="a source for every parameter")
+    used, excerpts = _used(bound, stored)
     open_names: list[str] = []
     groups = []
     for folded, group in zip(fold_checkpoint(checkpoint.headers).groups, ledger.groups, strict=True):
@@ -68,6 +69,10 @@ def settle(
         template = re.sub(r"^layers\.\d+\.", "layers.{layer}.", parameter) if parameter else None
         repeated = {pattern_of(copy_of[name])[0] if name in copy_of else None for name in folded.names}
         update = {"fate": fate, "parameter": template, "reason": reason, "copy_of": repeated.pop()}
+        each = math.prod(group.logical_shape or group.shape)
+        update["unused"] = sum(each - used[name] for name in folded.names if name in used)
+        if excerpts & set(folded.names):
+            update["reason"] = "in part; the reference does not use the rest when it reads text, it is carried"
         if repeated:
             update |= {"fate": "open", "reason": "some of these tensors repeat others and some do not", "copy_of": None}
             open_names += folded.names
@@ -127,6 +132,25 @@ def _tying(config: Mapping[str, Any]) -> tuple[str, str]:
             if name.startswith("tie_") and isinstance(value, bool):
                 return prefix + name, f"{prefix}{name}={value} in config.json"
     return "tie_word_embeddings", "config.json has no tie_word_embeddings; the architecture's own default holds"
+
+
+def _used(bound: Mapping[str, Any], stored: Mapping[str, tuple[int, ...]]) -> tuple[dict[str, int], set[str]]:
+    """Of tensors that parts are taken of: how many of their values parameters are made of, and the names of those of
+    which the rest is carried."""
+    import torch
+
+    from dayzero.runtime.weights.node import EXCERPT
+
+    used: dict[str, int] = {}
+    excerpts: set[str] = set()
+    for rule in bound.values():
+        partly = {next(leaf.names(inner)): part for leaf, inner, part in rule.source.leaves(rule.index) if part}
+        excerpts |= {name for name, part in partly.items() if part == EXCERPT}
+        for piece in rule.pieces(torch.empty(rule.shape(stored), device="meta"), stored) if partly else ():
+            name = next(piece.leaf.names(piece.index))
+            if name in partly:
+                used[name] = used.get(name, 0) + (piece.view.numel() if piece.role != "padding" else 0)
+    return used, excerpts
 
 
 def _copies(rule: Any, stored: Mapping[str, tuple[int, ...]]) -> Iterator[tuple[str, str]]:

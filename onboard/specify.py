@@ -114,9 +114,9 @@ def specify(
     _prove_composition(shrunk_model, reference, ids)
     try:
         stored = on_disk(reference)
-        towers = idle_on_text(reference, ids, proven.parts.calls, stored)
+        towers, unused = idle_on_text(reference, ids, proven.parts.calls, stored)
         stored = {name: tensor for name, tensor in stored.items() if name not in towers}
-        found = find_rules(shrunk_model.state_dict(), with_shared(reference, stored))
+        found = find_rules(shrunk_model.state_dict(), with_shared(reference, stored), unused)
         templates = layer_templates(found)
     except NoRule as error:
         raise NotProven([Unproven("weights", str(error))]) from None
@@ -156,9 +156,11 @@ def specify(
 
 def idle_on_text(
     reference: nn.Module, ids: torch.Tensor, calls: Mapping[str, Call], stored: dict[str, torch.Tensor]
-) -> set[str]:
+) -> tuple[set[str], dict[str, torch.Tensor]]:
     """The names in `stored`, what transformers writes of the reference, of modules that do not run when it reads text:
-    vision and audio towers. They are written once more as NaN, to see under which names they stand."""
+    vision and audio towers. They are written once more as NaN, to see under which names they stand.
+
+    And of tensors that hold something of both, where theirs is: booleans of the tensor's shape."""
     state = reference.state_dict()
     parents = {path[:dot] for path in calls for dot in range(len(path)) if path[dot] == "."}
     text = next((path for path, module in reference.named_modules() if module is text_model(reference)), "")
@@ -170,9 +172,11 @@ def idle_on_text(
     reference.zero_grad()
     idle = {name for name in apart - used if state[name].is_floating_point()}
     if not idle:
-        return set()
+        return set(), {}
     marked = {name: torch.full_like(t, float("nan")) if name in idle else t for name, t in state.items()}
-    return {name for name, tensor in on_disk(reference, marked).items() if tensor.isnan().any()} & stored.keys()
+    places = {name: tensor.isnan() for name, tensor in on_disk(reference, marked).items() if name in stored}
+    towers = {name for name, place in places.items() if bool(place.all()) and place.numel()}
+    return towers, {name: place for name, place in places.items() if name not in towers and bool(place.any())}
 
 
 def _small_reference(small: Mapping[str, Any], generator: torch.Generator) -> tuple[nn.Module, set[str], torch.Tensor]:

@@ -13,7 +13,7 @@ from dayzero.runtime.weights.decoded import Decoded
 from dayzero.runtime.weights.join import Concat, Stack
 from dayzero.runtime.weights.node import Node, Piece, Reader, Region, Shape, whole
 from dayzero.runtime.weights.order import Deinterleave, Interleave
-from dayzero.runtime.weights.part import Part, Trim
+from dayzero.runtime.weights.part import Excerpt, Part, Trim
 from dayzero.runtime.weights.reshape import Flatten, Squeeze, Transpose, Unflatten, Unsqueeze
 from dayzero.runtime.weights.rule import BoundRule, Rule, bind
 from dayzero.runtime.weights.stored import Stored
@@ -31,6 +31,7 @@ NODES: dict[str, type[Node]] = {
     "squeeze": Squeeze,
     "unsqueeze": Unsqueeze,
     "part": Part,
+    "excerpt": Excerpt,
     "trim": Trim,
     "interleave": Interleave,
     "deinterleave": Deinterleave,
@@ -45,6 +46,7 @@ __all__ = [
     "Concat",
     "Decoded",
     "Deinterleave",
+    "Excerpt",
     "Flatten",
     "Interleave",
     "Node",

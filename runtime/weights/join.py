@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from dayzero.runtime.weights.node import Node, along, as_range, intersect, positions
+from dayzero.runtime.weights.node import WHOLE, Node, along, as_range, intersect, positions
 
 
 @dataclass(frozen=True)
@@ -13,7 +13,7 @@ class Stack(Node):
     count: int
     part: Node
 
-    def leaves(self, index, partial=False):
+    def leaves(self, index, partial=WHOLE):
         for value in range(self.count):
             yield from self.part.leaves({**index, self.over: value}, partial)
 

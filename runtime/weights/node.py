@@ -8,6 +8,7 @@ from typing import Any, Literal, Protocol
 import torch
 from torch import Tensor
 
+WHOLE, PART, EXCERPT = 0, 1, 2  # how much of what is stored an expression takes: see `Node.leaves`
 Region = tuple[slice, ...]  # one slice a dimension, int bounds, a positive step or none
 Shape = tuple[int, ...]
 Index = Mapping[str, int]
@@ -87,8 +88,9 @@ class Node:
         """What the node holds beside its children, by field."""
         return {f.name: getattr(self, f.name) for f in fields(self) if f.name not in {"part", "parts"}}  # type: ignore[arg-type]
 
-    def leaves(self, index: Index, partial: bool = False) -> Iterator[tuple["Leaf", Index, bool]]:
-        """(leaf, its index, whether some of it may be left out) for everything stored below this node."""
+    def leaves(self, index: Index, partial: int = WHOLE) -> Iterator[tuple["Leaf", Index, int]]:
+        """(leaf, its index, how much of it is taken) for everything stored below this node: WHOLE, PART where other
+        rules take the rest, EXCERPT where no rule has to."""
         for child in self.children:
             yield from child.leaves(index, partial)
 
@@ -124,7 +126,7 @@ class Leaf(Node):
     def names(self, index: Index) -> Iterator[str]:
         raise NotImplementedError
 
-    def leaves(self, index: Index, partial: bool = False) -> Iterator[tuple["Leaf", Index, bool]]:
+    def leaves(self, index: Index, partial: int = WHOLE) -> Iterator[tuple["Leaf", Index, int]]:
         yield self, index, partial
 
     def pieces(self, value: Tensor, shapes: Shapes, index: Index, region: Region) -> Iterator[Piece]:

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from dayzero.runtime.weights.node import Node, as_range, replace_role
+from dayzero.runtime.weights.node import EXCERPT, PART, WHOLE, Node, as_range, replace_role
 from dayzero.runtime.weights.order import pieces_along
 
 
@@ -20,8 +20,8 @@ class Part(Node):
     part: Node
     groups: int = 1
 
-    def leaves(self, index, partial=False):
-        yield from self.part.leaves(index, True)
+    def leaves(self, index, partial=WHOLE):
+        yield from self.part.leaves(index, max(partial, PART))
 
     def shape(self, shapes, index):
         found = self.part.shape(shapes, index)
@@ -42,6 +42,15 @@ class Part(Node):
 
 
 @dataclass(frozen=True)
+class Excerpt(Part):
+    """A part of a tensor whose other rows no parameter needs: they stay what they are, as whole tensors do that are
+    carried through. One row of a bias that text and images share is one."""
+
+    def leaves(self, index, partial=WHOLE):
+        yield from self.part.leaves(index, EXCERPT)
+
+
+@dataclass(frozen=True)
 class Trim(Node):
     """The first `size` rows of dimension `dim`; the file holds zeros after them, which come back on writing."""
 
@@ -49,8 +58,8 @@ class Trim(Node):
     size: int
     part: Node
 
-    def leaves(self, index, partial=False):
-        yield from self.part.leaves(index, True)
+    def leaves(self, index, partial=WHOLE):
+        yield from self.part.leaves(index, max(partial, PART))
 
     def shape(self, shapes, index):
         found = self.part.shape(shapes, index)

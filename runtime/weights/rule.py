@@ -94,7 +94,7 @@ def bind(rules: Sequence[Rule]) -> dict[str, BoundRule]:
     (`Part`); that these parts are disjoint and leave nothing out is what `check_coverage` sees to.
     """
     bound: dict[str, BoundRule] = {}
-    owner: dict[str, tuple[str, bool]] = {}
+    owner: dict[str, tuple[str, int]] = {}
     for rule in rules:
         for parameter, index in rule.each():
             if parameter in bound:

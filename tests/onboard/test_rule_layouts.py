@@ -18,6 +18,7 @@ from dayzero.runtime.weights import (
     Concat,
     Decoded,
     Deinterleave,
+    Excerpt,
     Flatten,
     Part,
     Squeeze,
@@ -326,6 +327,30 @@ def test_a_part_that_nobody_takes_is_named():
         find_rules({"a": tensor[:2], "b": tensor[2:4]}, {"x": tensor})
     with pytest.raises(NoRule, match="the same part of x is read for b and a"):
         find_rules({"a": tensor[:4], "b": tensor[3:]}, {"x": tensor})
+
+
+@pytest.mark.parametrize("row", [0, 1])
+def test_a_row_beside_one_that_is_carried(row):
+    """Shrunk: biases of 6 classes, two rows of which the model uses one. Real: 9 classes."""
+    bias = torch.randn(2, 6, dtype=torch.float64)
+    stored, idle = {"h.0.b": bias}, {"h.0.b": torch.ones(2, 6, dtype=torch.bool)}
+    idle["h.0.b"][row] = False
+    found = find_rules({"layers.0.bias": bias[row]}, stored, idle)
+    assert found == {"layers.0.bias": Excerpt(0, 6 * row, 6 * row + 6, Flatten(0, Stored("h.0.b")))}
+    (rule,) = full_rules(layer_templates(found), [0, 0], {f"layers.{layer}.bias": (9,) for layer in (0, 1)})
+    bound = bind([rule.build()])
+    shapes = {f"h.{layer}.b": (2, 9) for layer in (0, 1)}
+    check_coverage(bound, shapes)
+    real = torch.randn(2, 9)
+    assert torch.equal(bound["layers.1.bias"].read(TensorsReader({"h.1.b": real}), shapes), real[row])
+
+
+def test_what_is_carried_is_what_the_model_does_not_use():
+    bias = torch.randn(3, 6, dtype=torch.float64)
+    with pytest.raises(NoRule, match="values of x that the model uses are not those"):
+        find_rules({"a": bias[0]}, {"x": bias}, {"x": torch.arange(3)[:, None].expand(3, 6) == 1})
+    with pytest.raises(NoRule, match="of x .* are read for nothing"):
+        find_rules({"a": bias[0]}, {"x": bias})
 
 
 def test_padding_must_be_zero():

@@ -15,6 +15,8 @@ from dayzero.runtime.weights import (
     Cast,
     Concat,
     Decoded,
+    Excerpt,
+    Flatten,
     Part,
     Rule,
     Stack,
@@ -168,6 +170,23 @@ def test_parts_that_overlap_or_leave_something_out():
     check_coverage(bind([*rules, Rule("c", Part(0, 4, 6, Stored("x")))]), shapes)
     with pytest.raises(ValueError, match="the same part of x is read for c and b"):
         check_coverage(bind([*rules, Rule("c", Part(0, 3, 6, Stored("x")))]), shapes)
+
+
+def test_an_excerpt_leaves_the_rest_as_it_is():
+    stored = {"x": torch.arange(10.0).view(2, 5)}
+    shapes = {"x": (2, 5)}
+    source = Excerpt(0, 5, 10, Flatten(0, Stored("x")))
+    bound = bind([Rule("a", source)])
+    check_coverage(bound, shapes)
+    assert bound["a"].read(TensorsReader(stored), shapes).tolist() == [5, 6, 7, 8, 9]
+    for name, region, part in bound["a"].write(-torch.ones(5), shapes):
+        stored[name][region] = part
+    assert stored["x"].tolist() == [[0, 1, 2, 3, 4], [-1] * 5]
+    assert SourceSpec.of(source).build() == source
+    with pytest.raises(ValueError, match="the same part of x is read for b and a"):
+        check_coverage(bind([Rule("a", source), Rule("b", Part(0, 1, 2, Stored("x")))]), shapes)
+    with pytest.raises(ValueError, match="x is read for both a and b"):
+        bind([Rule("a", source), Rule("b", Stored("x"))])
 
 
 def test_parts_that_do_not_fit():
