@@ -29,6 +29,7 @@ from dayzero.onboard.reference import (
     NoteTopK,
     Promote,
     build,
+    inputs,
     load_config,
     model_class,
     on_disk,
@@ -42,6 +43,9 @@ from dayzero.runtime.safetensors_reader import SafetensorsReader, TensorsReader
 from dayzero.runtime.weights import bind
 
 LENGTHS = (SEQUENCE, 17, 1, 9)  # of the packed documents; one has a single token
+# In float32 ours may be this many times as far from the reference as that is from its own float64: roundings of one
+# formula differ by as much from draw to draw, a wrong dtype by far more.
+ROUNDING = 10.0
 REAL_LENGTHS = (48, 31)
 REAL_BYTES = 6 * 2**30  # both models in float32 must fit in this for the comparison on the real weights
 
@@ -53,12 +57,17 @@ def model_rung(
 ) -> Rung:
     """package(folder): renders the shrunk package into `folder` and loads it. config: the shrunk config."""
     errors: dict[str, dict[str, float]] = {}
+    rounded: list[str] = []
     with tempfile.TemporaryDirectory() as folder:
         generated = package(Path(folder))
+        rung = "L2"
         try:
-            for rung, dtype in (("L2", torch.float64), ("L2 float32", torch.float32)):
-                tell(f"comparing the whole model in {dtype}")
-                errors[rung] = _compare(generated, config, dtype)
+            tell("comparing the whole model in torch.float64")
+            errors["L2"], exact = _compare(generated, config, torch.float64)
+            tell("comparing the whole model in torch.float32")
+            rung = "L2 float32"
+            found, theirs = _compare(generated, config, torch.float32)
+            errors[rung], rounded = beyond_rounding(found, theirs, exact)
         except NotLoaded as error:
             return judge({str(error): math.inf}, THRESHOLDS["L2"])
         except (RuntimeError, ValueError, IndexError, TypeError) as error:
@@ -69,13 +78,36 @@ def model_rung(
         first = first_divergence(generated, config) if failed else ""
     worst = failed[0] if failed else rungs[0]
     where = f"{worst.where}; first to differ: {first}" if first else worst.where
-    return worst.model_copy(update={"details": [line for rung in rungs for line in rung.details], "where": where})
+    details = [line for rung in rungs for line in rung.details] + rounded
+    return worst.model_copy(update={"details": details, "where": where})
 
 
-def _compare(generated: Package, config: Mapping[str, Any], dtype: torch.dtype) -> dict[str, float]:
+def beyond_rounding(
+    errors: dict[str, float], rounded: dict[str, Tensor], exact: dict[str, Tensor]
+) -> tuple[dict[str, float], list[str]]:
+    """The float32 errors to judge, and a line for each that is not, since the reference in float32 (`rounded`) is about
+    as far from itself in float64 (`exact`): some recurrences lose four of the seven digits that float32 has."""
+    judged, lines = {}, []
+    for name, error in errors.items():
+        own = relative_error(rounded[name].double(), exact[name.replace("float32", "float64")])
+        if THRESHOLDS["L2 float32"] < error <= ROUNDING * own:
+            lines.append(f"{name}: {error:.2e}, not judged: the reference's own rounding is {own:.2e}")
+        else:
+            judged[name] = error
+    return judged, lines
+
+
+def _compare(
+    generated: Package, config: Mapping[str, Any], dtype: torch.dtype
+) -> tuple[dict[str, float], dict[str, Tensor]]:
+    """(relative errors by what they belong to, what the reference gave for the same). The weights are float32 numbers
+    whatever the dtype, so that both dtypes compute the same."""
     reference, _ = build(config)
     generator = torch.Generator().manual_seed(7)
     redraw(reference, generator)
+    with torch.no_grad():
+        for parameter in reference.parameters():
+            parameter.copy_(parameter.float())
     stored = on_disk(reference)
     rules = bind(generated.rules)
     shapes = {name: tuple(tensor.shape) for name, tensor in stored.items()}
@@ -84,21 +116,23 @@ def _compare(generated: Package, config: Mapping[str, Any], dtype: torch.dtype) 
     tokens = sum(LENGTHS)
     like, chosen = _routing(ours, reference, documents[0], dtype)
     choices = _choose(tokens, chosen, _group_limits(ours), generator)
-    errors = {}
+    errors: dict[str, float] = {}
+    wanted: dict[str, Tensor] = {}
     for routing in ("natural", "forced") if choices else ("natural",):
         forced = choices if routing == "forced" else None
         theirs = _reference_pass(reference, documents, forced, like, dtype)
-        got = _our_pass(ours, documents, forced, like)
+        mine = _our_pass(ours, documents, forced, like)
         label = f"{str(dtype).removeprefix('torch.')}, {routing} routing"
-        errors[f"{label}: logits"] = relative_error(got["logits"], theirs["logits"])
-        errors[f"{label}: loss"] = relative_error(got["loss"], theirs["loss"])
-        wanted = on_disk(reference, theirs["gradients"])
-        floor = 1e-6 * max(float(torch.linalg.vector_norm(grad)) for grad in wanted.values())
-        for name in got["gradients"]:
-            rule = rules[name]
-            grad = rule.read(TensorsReader(wanted), shapes)
-            errors[f"{label}: gradient of {name}"] = relative_error(got["gradients"][name], grad.to(dtype), floor)
-    return errors
+        stored_grads = on_disk(reference, theirs["gradients"])
+        floor = 1e-6 * max(float(torch.linalg.vector_norm(grad)) for grad in stored_grads.values())
+        for what in ("logits", "loss"):
+            errors[f"{label}: {what}"] = relative_error(mine[what], theirs[what])
+            wanted[f"{label}: {what}"] = theirs[what]
+        for name, gradient in mine["gradients"].items():
+            grad = rules[name].read(TensorsReader(stored_grads), shapes).to(dtype)
+            errors[f"{label}: gradient of {name}"] = relative_error(gradient, grad, floor)
+            wanted[f"{label}: gradient of {name}"] = grad
+    return errors, wanted
 
 
 def _routing(
@@ -113,7 +147,7 @@ def _routing(
     with torch.no_grad(), NoteTopK() as mine:
         ours(ids, torch.tensor([0, len(ids)]))
     with torch.no_grad(), _promoting(dtype), NoteTopK() as theirs:
-        reference(input_ids=ids[None], use_cache=False)
+        reference(**inputs(reference, ids[None]))
     mine_chosen, chosen = ([pair for pair in noted.seen if pair in like] for noted in (mine, theirs))
     return like, chosen if chosen == mine_chosen else []
 
@@ -164,7 +198,7 @@ def _reference_pass(
     for document in documents:
         mine = [choice[start : start + len(document)] for choice in forced or []]
         force = ForceTopK(mine, like) if forced is not None else None
-        kwargs = {"input_ids": document[None], "use_cache": False}
+        kwargs = inputs(model, document[None])
         with _promoting(dtype), force or contextlib.nullcontext():
             parts.append(model(**kwargs).logits[0])
         if force is not None and force.calls != len(mine):
@@ -225,7 +259,7 @@ def real_weights_error(package: Package, checkpoint: Checkpoint) -> float | None
         )
         for name, value in computed.items():
             reference.get_buffer(name).copy_(value)
-        theirs = torch.cat([reference(input_ids=document[None], use_cache=False).logits[0] for document in documents])
+        theirs = torch.cat([reference(**inputs(reference, document[None])).logits[0] for document in documents])
         del reference
     shapes = {name: header.shape for name, header in checkpoint.headers.items()}
     reader = SafetensorsReader(checkpoint.path, {name: header.file for name, header in checkpoint.headers.items()})

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from dayzero.onboard.agent import load_shrunk, specify_checkpoint
 from dayzero.onboard.align import THRESHOLDS, Alignment, Rung, blocks_rung, coverage_rung, model_rung
 from dayzero.onboard.align.ladder import judge, rounded_up
-from dayzero.onboard.align.model import real_weights_error
+from dayzero.onboard.align.model import beyond_rounding, real_weights_error
 from dayzero.onboard.checkpoint import read_checkpoint
 from dayzero.runtime.load import load_checkpoint
 from dayzero.runtime.package import load_package
@@ -51,6 +51,16 @@ def test_the_worst_is_named_and_nothing_at_all_is_no_pass():
     assert (found.verdict, found.worst, found.where) == ("FAIL", math.inf, "b")
     assert judge({}, 1e-9).verdict == "UNVERIFIED"
     assert Alignment().verdict == "UNVERIFIED"
+
+
+def test_what_the_reference_itself_rounds_away_in_float32_is_told_and_not_judged():
+    exact = {f"float64: {name}": torch.tensor([1.0], dtype=torch.float64) for name in "abcd"}
+    rounded = {f"float32: {name}": torch.tensor([1.0002 if name in "bc" else 1.0]) for name in "abcd"}
+    errors = {"float32: a": 3e-4, "float32: b": 3e-4, "float32: c": 3e-3, "float32: d": 5e-5}
+    judged, lines = beyond_rounding(errors, rounded, exact)
+    assert judged == {"float32: a": 3e-4, "float32: c": 3e-3, "float32: d": 5e-5}
+    assert lines == ["float32: b: 3.00e-04, not judged: the reference's own rounding is 2.00e-04"]
+    assert beyond_rounding({"float32: a": math.nan}, rounded, exact)[0].keys() == {"float32: a"}
 
 
 @pytest.mark.parametrize("worst", ["FAIL", "UNVERIFIED", "WARN", "PASS"])
