@@ -17,8 +17,8 @@ class Undiscovered(Exception):
 @dataclass
 class Call:
     """One call of a module: its arguments and its output, as they were. later: its further calls in the same pass.
-    joined: the result is all outputs side by side, for a module whose outputs all matter. source: what the encoder gave,
-    where the call of a decoder is handed it."""
+    joined: the result is all outputs side by side, for a module whose outputs all matter. source: what the encoder
+    gave, where the call of a decoder is handed it."""
 
     path: str
     module: nn.Module
@@ -153,9 +153,9 @@ def _note_source(calls: Mapping[str, Call], encoder: str) -> None:
     """What the encoder gives is the source of every call outside it that is handed it."""
     states = floats(calls[encoder].output)
     for path, call in calls.items():
-        if states and not f"{path}.".startswith(f"{encoder}."):
-            if any(held is states[0] for held in tensors((call.args, call.kwargs))):
-                call.source = states[0]
+        inside = f"{path}.".startswith(f"{encoder}.")
+        if not inside and any(held is one for held in tensors((call.args, call.kwargs)) for one in states[:1]):
+            call.source = states[0]
 
 
 class _Snapshot(NamedTuple):

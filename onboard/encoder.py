@@ -2,12 +2,23 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from dayzero.onboard.calls import Call, Undiscovered, floats, tensors
 from dayzero.onboard.layer_wiring import solve
+
+ENCODER = "encoder."  # before the names of our encoder's parameters
+
+
+def by_stack(named: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """What is named by parameters of our model, apart: all but the layers of the encoder, and these, named as the
+    decoder's are."""
+    prefix = f"{ENCODER}layers."
+    inside = {name.removeprefix(ENCODER): held for name, held in named.items() if name.startswith(prefix)}
+    return {name: held for name, held in named.items() if not name.startswith(prefix)}, inside
 
 
 @dataclass

@@ -64,21 +64,26 @@ def _outer_lists(module: nn.Module) -> Iterator[nn.ModuleList]:
             yield from _outer_lists(child)
 
 
-def layer_signatures(model: nn.Module) -> list[Signature]:
+def layer_signatures(model: nn.Module, layers: nn.ModuleList | None = None) -> list[Signature]:
     """What distinguishes the layers: every parameter's path and shape and every scalar attribute, layer by layer, and
     what lists of the config with one entry a layer say: the model may act on them without telling the layer.
 
     Attributes that only count the layers (a number that grows by the same step from layer to layer) are left out.
+    layers: another list than the language model's.
     """
-    signatures = _entries(model)
+    signatures = _entries(model, layer_list(model) if layers is None else layers)
     counting = _counting(signatures)
     return [tuple((name, value) for name, value in s.items() if name not in counting) for s in signatures]
 
 
-def _entries(model: nn.Module) -> list[dict[str, Any]]:
+def _entries(model: nn.Module, layers: nn.ModuleList) -> list[dict[str, Any]]:
     signatures: list[dict[str, Any]] = []
-    for layer in layer_list(model):
+    before: set[int] = set()
+    for layer in layers:
         entries: dict[str, Any] = {f"shape of {name}": tuple(p.shape) for name, p in layer.named_parameters()}
+        own = set(map(id, layer.parameters()))
+        entries["shares parameters with a layer before it"] = bool(own & before)
+        before |= own
         for path, module in layer.named_modules():
             entries[f"{path}.class"] = type(module).__name__
             for name, value in sorted(vars(module).items()):
@@ -156,6 +161,20 @@ def followed(signatures: Sequence[Signature], kept: Sequence[int]) -> list[int]:
             raise UnknownArchitecture(f"layer {index} is of a kind that none of the layers {list(kept)} has")
         result.append(same[0])
     return result
+
+
+def alike(signatures: Sequence[Signature], shrunk: Sequence[Signature]) -> list[int]:
+    """For every layer with these signatures, the shrunk layer of the same kind: that at its own place, or the first.
+    Raises ValueError for a layer that none is like."""
+    kinds = [kind_of(signature) for signature in shrunk]
+    found = []
+    for index, signature in enumerate(signatures):
+        kind = kind_of(signature)
+        same = [place for place, other in enumerate(kinds) if other == kind]
+        if not same:
+            raise ValueError(f"layer {index} of the encoder is of a kind that no small layer has")
+        found.append(index if index in same else same[0])
+    return found
 
 
 @dataclass(frozen=True)

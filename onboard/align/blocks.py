@@ -57,11 +57,16 @@ def places(package: Package, ours: nn.Module) -> Iterator[Place]:
     outside = (("embed_norm", spec.embed_norm), ("merge", spec.merge), ("norm", spec.norm))
     if spec.embed_norm is not None:
         yield Place("embed_norm", path_of(spec.embed_norm), spec.embed_norm, ours.get_submodule("embed_norm"))
-    for index, kind in enumerate(spec.kinds_in_order()):
-        for part in kind.parts:
-            module = ours.get_submodule(f"layers.{index}.{part.name}")
-            alone = "," not in part.reads and not isinstance(module, (Routing, LeaveRouting))
-            yield Place(f"layers.{index}.{part.name}", path_of(part.block, index), part.block, module, alone=alone)
+    for stack, kinds in spec.stacks().items():
+        for index, kind in enumerate(kinds):
+            for part in kind.parts:
+                name = f"{stack}.{index}.{part.name}"
+                module = ours.get_submodule(name)
+                alone = "," not in part.reads and not isinstance(module, (Routing, LeaveRouting))
+                yield Place(name, path_of(part.block, index), part.block, module, alone=alone)
+        if stack != "layers" and spec.encoder is not None:
+            norm = ours.get_submodule("encoder.norm")
+            yield Place("encoder.norm", path_of(spec.encoder.norm), spec.encoder.norm, norm)
     for name, block in outside[1:]:
         if block is not None:
             alone = not (name == "merge" and spec.history)

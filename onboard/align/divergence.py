@@ -105,8 +105,9 @@ def _pairs(
     if spec.embed_norm is not None and (call := calls.get(path_of(spec.embed_norm))) is not None:
         yield "what embed_norm reads, the embeddings and their scale", seen.read.get("embed_norm"), [call.hidden]
         yield f"embed_norm, for {call.path}", seen.output("embed_norm"), [call.result]
-    for index, kind in enumerate(spec.kinds_in_order()):
-        layer, theirs = f"layers.{index}", calls.get(layer_path(kind.parts[0].block, index))
+    layers = [(stack, index, kind) for stack, kinds in spec.stacks().items() for index, kind in enumerate(kinds)]
+    for stack, index, kind in layers:
+        layer, theirs = f"{stack}.{index}", calls.get(layer_path(kind.parts[0].block, index))
         if theirs is not None:
             alike = [made for made in floats((theirs.args, theirs.kwargs)) if made.shape == theirs.result.shape]
             if alike:

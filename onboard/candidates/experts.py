@@ -12,7 +12,7 @@ from dayzero.onboard.candidates.expert_banks import Bank, Matrix
 from dayzero.onboard.candidates.gates import activation_arguments, gate_arguments
 from dayzero.onboard.candidates.nesting import Inner
 from dayzero.runtime.nn.experts import Experts
-from dayzero.runtime.weights import Concat, Deinterleave, Part, Source, Transpose, Unflatten
+from dayzero.runtime.weights import Concat, Deinterleave, Part, Source, Stack, Transpose, Unflatten
 
 
 @dataclass(frozen=True)
@@ -121,8 +121,12 @@ def _sizes(bank: Bank, matrix: Matrix, down: Source) -> tuple[Evidence, Evidence
 
     def shape_of(module: nn.Module) -> tuple[int, ...]:
         shapes = {name: tuple(p.shape) for name, p in module.named_parameters()}
-        source = recounted(down, shapes[bank.counted_by][0]) if bank.counted_by else down
-        return source.shape(shapes, {})
+        if bank.counted_by:
+            return recounted(down, shapes[bank.counted_by][0]).shape(shapes, {})
+        if "{expert}" in matrix.name:
+            count = next(n for n in itertools.count() if matrix.name.replace("{expert}", str(n)) not in shapes)
+            return recounted(down, count).shape(shapes, {})
+        return down.shape(shapes, {})
 
     label = f"shape of {matrix.name}"
     return (
@@ -136,8 +140,8 @@ def _sizes(bank: Bank, matrix: Matrix, down: Source) -> tuple[Evidence, Evidence
 
 
 def recounted(source: Source, experts: int) -> Source:
-    """The expression for another number of experts whose rows stand in one flat matrix."""
-    if isinstance(source, Unflatten):
+    """The expression for another number of experts whose rows stand in one flat matrix, or that are listed."""
+    if isinstance(source, (Stack, Unflatten)):
         return replace(source, count=experts)
     return source.with_children(tuple(recounted(child, experts) for child in source.children))
 
