@@ -14,6 +14,7 @@ from torch import Tensor
 
 from dayzero.onboard.calls import Call, floats
 from dayzero.onboard.candidates.factor import find_factor
+from dayzero.onboard.kept_inputs import handed_alone
 from dayzero.onboard.layer_wiring import LayerParts, Unit
 from dayzero.onboard.trace import Step, trace
 
@@ -26,13 +27,14 @@ def objection(
     calls: Mapping[str, Call], layer: str, wiring: LayerParts, config: Any, generator: torch.Generator
 ) -> str:
     """What the layer does beside the sums of its wiring; "" for nothing."""
-    return _of_operations(calls, layer, wiring, config) or _of_values(calls[layer], wiring, generator)
+    alone = handed_alone(calls, layer)
+    return _of_operations(calls, layer, wiring, config) or _of_values(calls[layer], wiring, alone, generator)
 
 
 def _of_operations(calls: Mapping[str, Call], layer: str, wiring: LayerParts, config: Any) -> str:
     """Arithmetic that is in no part and no sum, or a factor of a sum that nothing gives."""
     left = Counter(_steps(calls[layer]))
-    for path in {f"{layer}.{unit.path}" for unit in wiring.units if unit.role != "scale"}:
+    for path in {f"{layer}.{unit.path}" for unit in wiring.units if unit.is_module}:
         for call in (calls[path], *calls[path].later):
             left -= Counter(_steps(call))
     if steps := sorted({name for step in left for name in step.arithmetic} - _SUMS):
@@ -59,15 +61,22 @@ def _close(value: float, other: float) -> bool:
     return abs(value - other) <= 1e-10 * max(value, other)
 
 
-def _of_values(call: Call, wiring: LayerParts, generator: torch.Generator) -> str:
-    """A value or gradient of the layer's own that is not that of its sums."""
-    units = {unit.path: unit for unit in wiring.units if unit.role != "scale"}
+def _of_values(call: Call, wiring: LayerParts, alone: Mapping[str, Tensor], generator: torch.Generator) -> str:
+    """A value or gradient of the layer's own that is not that of its sums. alone: what was kept that it is handed."""
+    units = {unit.path: unit for unit in wiring.units if unit.is_module}
     for scale in _SCALES:
         hidden = torch.randn(call.hidden.shape, generator=generator, dtype=torch.float64) * scale
         hidden.requires_grad_(True)
+        kept = {
+            name: torch.randn(held.shape, generator=generator, dtype=torch.float64).requires_grad_(True)
+            for name, held in alone.items()
+        }
+        given = {id(call.hidden): hidden, **{id(held): kept[name] for name, held in alone.items()}}
+        args = tuple(given.get(id(value), value) for value in call.args)
+        kwargs = {name: given.get(id(value), value) for name, value in call.kwargs.items()}
         with _Cut(call, units) as cut:
-            result = call.replay(hidden)
-        leaves = {"x": hidden, **cut.given}
+            result = floats(call.replay_exactly(args, kwargs))[0] if alone else call.replay(hidden)
+        leaves = {"x": hidden, **kept, **cut.given}
         sums = _Sums(call.module, wiring, leaves, generator)
         for unit in wiring.units:
             if unit.path in cut.read and len(unit.inputs) == 1:
@@ -141,22 +150,26 @@ class _Sums:
 
     def __init__(self, layer: torch.nn.Module, wiring: LayerParts, leaves: dict[str, Tensor], generator: Any):
         self.layer, self.leaves, self.generator = layer, leaves, generator
-        self.scales = {unit.name: unit for unit in wiring.units if unit.role == "scale"}
+        self.made = {unit.name: unit for unit in wiring.units if not unit.is_module}
 
     def _value(self, terms: Mapping[str, float], shape: torch.Size) -> Tensor | None:
         """None where a term is no leaf."""
         total: Tensor | None = None
         for name, factor in terms.items():
-            if name in self.scales:
-                unit = self.scales[name]
-                value = self._value(unit.reads, shape)
-                value = None if value is None else value * getattr(self.layer, unit.path)
-            else:
-                value = self.leaves.get(name)
+            value = self._made(self.made[name], shape) if name in self.made else self.leaves.get(name)
             if value is None or value.numel() != shape.numel():
                 return None
             total = value.reshape(shape) * factor + (0.0 if total is None else total)
         return total
+
+    def _made(self, unit: Unit, shape: torch.Size) -> Tensor | None:
+        """What the layer itself makes of values: them side by side, or one times a parameter of its own."""
+        if unit.role == "beside":
+            part = torch.Size((*shape[:-1], shape[-1] // len(unit.inputs)))
+            values = [self._value(terms, part) for terms in unit.inputs]
+            return None if any(value is None for value in values) else torch.cat(values, -1)  # type: ignore[arg-type]
+        value = self._value(unit.reads, shape)
+        return None if value is None else value * getattr(self.layer, unit.path)
 
     def differ(self, found: Tensor, terms: Mapping[str, float]) -> str:
         """How what was found is another function of the leaves than the sum; "" where it is none."""

@@ -1,6 +1,6 @@
 """The proven parts put together: the model as data, of the shrunk reference or of the real one, and its weights."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from torch import nn
@@ -8,13 +8,16 @@ from torch import nn
 from dayzero.onboard.align.ladder import rounded_up
 from dayzero.onboard.candidates import Evidence
 from dayzero.onboard.candidates.rotary import TOLERANCE as ROTARY_TOLERANCE
+from dayzero.onboard.chains import ChainCall
 from dayzero.onboard.lift import merge as merged_source
 from dayzero.onboard.prove import Attempt
-from dayzero.onboard.proven import Proven
+from dayzero.onboard.proven import Proven, ProvenEncoder, ProvenLayer
 from dayzero.onboard.reference import state_of
 from dayzero.onboard.rotary_tables import with_tables
+from dayzero.onboard.sharing import SharedParts, first_name, shared_name, shared_sets
+from dayzero.onboard.shrink_layers import alike, layer_signatures
 from dayzero.runtime.nn.wiring import text_of_inputs
-from dayzero.runtime.spec import BlockSpec, CheckpointId, LayerKind, LayerRun, ModelSpec, PartSpec, Proof
+from dayzero.runtime.spec import BlockSpec, CheckpointId, EncoderSpec, LayerKind, LayerRun, ModelSpec, PartSpec, Proof
 
 
 def specification_of(
@@ -23,16 +26,9 @@ def specification_of(
     """The specification of `model`, whose layer i is like the shrunk layer follows[i]; without weight rules."""
     parts = proven.parts
     kinds: list[LayerKind] = []
-    runs: list[LayerRun] = []
-    for index, shrunk in enumerate(follows):
-        kind = _layer_kind(model, config, proven, shrunk, index)
-        if kind not in kinds:
-            kinds.append(kind)
-        number = kinds.index(kind)
-        if runs and runs[-1].kind == number:
-            runs[-1] = runs[-1].model_copy(update={"count": runs[-1].count + 1})
-        else:
-            runs.append(LayerRun(first=index, count=1, kind=number))
+    sets = shared_sets(model, proven, follows)
+    runs = _runs(model, config, parts.layers, proven.layers, follows, kinds, sets, proven.keeps_first)
+    encoder = None if proven.encoder is None else _encoder(model, config, proven.encoder, kinds)
     embed, head = model.get_submodule(parts.embed), model.get_submodule(parts.head)
     rotaries = []
     for rotary in proven.rotaries:
@@ -55,6 +51,7 @@ def specification_of(
         tied=proven.tied,
         rotaries=rotaries,
         query_scale=_query_scale_block(proven, model, config),
+        layer_inputs=_layer_inputs_block(proven, model, config),
         embed_scale=proven.embed_scale.resolve(embed, config),
         embed_norm=embed_norm,
         head_bias=getattr(head, "bias", None) is not None,
@@ -62,17 +59,73 @@ def specification_of(
         logit_softcap=proven.logit_softcap.resolve(model, config) if proven.logit_softcap else None,
         logit_rows=int(proven.logit_rows.resolve(model, config)) if proven.logit_rows else None,
         streams=_streams(proven, model, config),
-        history=parts.history,
+        history=parts.history or proven.keeps_first,
         head_rows=_head_rows(embed, head),
         merge=merge,
+        encoder=encoder,
         layer_kinds=kinds,
         layers=runs,
+        shared=[next(run.kind for run in runs if run.shared == number) for number in range(len(sets))],
         norm=_block(proven.norm, model.get_submodule(parts.norm), config, parts.norm),
         lifted=merged_source(made for candidate in proven.candidates for made in candidate.lifts),
         rules=[],
         initializer_range=float(getattr(config, "initializer_range", None) or 0.02),
         max_positions=getattr(config, "max_position_embeddings", None),
     )
+
+
+def _runs(
+    model: nn.Module,
+    config: Any,
+    path: str,
+    layers: list[ProvenLayer],
+    follows: list[int],
+    kinds: list[LayerKind],
+    sets: Sequence[SharedParts] = (),
+    keeps_first: bool = False,
+) -> list[LayerRun]:
+    """The layers of the list at `path`, the i-th like the shrunk layer follows[i] of `layers`; kinds that are new are
+    added to `kinds`. sets: the parts that layers share. keeps_first: the first layer hands on its input."""
+    runs: list[LayerRun] = []
+    for index, shrunk in enumerate(follows):
+        which = next((number for number, held in enumerate(sets) if index in held.layers), None)
+        shared = () if which is None else sets[which].parts
+        kind = _layer_kind(model, config, path, layers[shrunk], index, shared)
+        if keeps_first and index == 0:
+            kind = kind.model_copy(update={"keeps": "x"})
+        if kind not in kinds:
+            kinds.append(kind)
+        number = kinds.index(kind)
+        if runs and (runs[-1].kind, runs[-1].shared) == (number, which):
+            runs[-1] = runs[-1].model_copy(update={"count": runs[-1].count + 1})
+        else:
+            runs.append(LayerRun(first=index, count=1, kind=number, shared=which))
+    return runs
+
+
+def _encoder(model: nn.Module, config: Any, encoder: ProvenEncoder, kinds: list[LayerKind]) -> EncoderSpec:
+    parts = encoder.parts
+    return EncoderSpec(
+        layers=_runs(model, config, parts.layers, encoder.layers, encoder_follows(model, encoder), kinds),
+        norm=_block(encoder.norm, model.get_submodule(parts.norm), config, parts.norm),
+        own_embedding=encoder.own_embedding,
+        embed_scale=encoder.embed_scale.resolve(model.get_submodule(parts.embed), config),
+    )
+
+
+def encoder_follows(model: nn.Module, encoder: ProvenEncoder) -> list[int]:
+    """For every layer of the model's encoder, the shrunk one that it is like."""
+    layers = model.get_submodule(encoder.parts.layers)
+    return alike(layer_signatures(model, layers), encoder.signatures)  # type: ignore[arg-type]
+
+
+def _layer_inputs_block(proven: Proven, model: nn.Module, config: Any) -> BlockSpec | None:
+    if proven.layer_inputs is None:
+        return None
+    owner = proven.parts.layers.rpartition(".")[0]
+    proof = Proof(status="proven", module=owner, error=ROTARY_TOLERANCE, evidence=proven.layer_inputs.describe())
+    made = proven.layer_inputs.spec(model.get_submodule(owner), config)
+    return made.model_copy(update={"proof": proof})
 
 
 def _query_scale_block(proven: Proven, model: nn.Module, config: Any) -> BlockSpec | None:
@@ -98,21 +151,26 @@ def _streams(proven: Proven, model: nn.Module, config: Any) -> int:
     return spec.arguments["streams"]  # type: ignore[union-attr]
 
 
-def _layer_kind(model: nn.Module, config: Any, proven: Proven, shrunk: int, index: int) -> LayerKind:
-    """The kind of layer `index` of `model`, which is like the shrunk layer `shrunk`."""
-    layer = model.get_submodule(f"{proven.parts.layers}.{index}")
+def _layer_kind(
+    model: nn.Module, config: Any, path: str, like: ProvenLayer, index: int, shared: Sequence[str]
+) -> LayerKind:
+    """The kind of layer `index` of the list at `path`, which is like the shrunk layer `like`. shared: parts by name."""
+    layer = model.get_submodule(f"{path}.{index}")
 
     def sum_text(*sums: Mapping[str, Evidence]) -> str:
         resolved = [{name: evidence.resolve(layer, config) for name, evidence in terms.items()} for terms in sums]
         return text_of_inputs(resolved)
 
     held = []
-    for part in proven.layers[shrunk].parts:
-        where = f"{proven.parts.layers}.{{layer}}.{part.unit.path}".rstrip(".")
+    for part in like.parts:
+        inside = part.unit.path
+        if isinstance(part.unit.call, ChainCall):
+            inside = f"{part.unit.call.first} to {inside}"
+        where = f"{path}.{{layer}}.{inside}".rstrip(".")
         block = _block(part.attempt, layer.get_submodule(part.path), config, where)
         block = with_tables(block, part.tables)
-        held.append(PartSpec(name=part.unit.name, block=block, reads=sum_text(part.factors, *part.more)))
-    like = proven.layers[shrunk]
+        name, reads = part.unit.name, sum_text(part.factors, *part.more)
+        held.append(PartSpec(name=name, block=block, reads=reads, shared=name in shared))
     return LayerKind(parts=held, gives=sum_text(like.gives), keeps=sum_text(like.keeps) if like.keeps else "")
 
 
@@ -131,9 +189,9 @@ def load_reference(model: nn.Module, reference: nn.Module, proven: Proven) -> No
     """Copies the reference's weights into our model of the same sizes, through the proven parameter mappings."""
     parts = proven.parts
     theirs = state_of(reference)
-    values = {"embed.weight": theirs[f"{parts.embed}.weight"]}
+    values = {"embed.weight": reference.get_submodule(parts.embed).weight.detach()}  # type: ignore[operator]
     if not proven.tied:
-        values["head.weight"] = theirs[f"{parts.head}.weight"]
+        values["head.weight"] = reference.get_submodule(parts.head).weight.detach()  # type: ignore[operator]
     if f"{parts.head}.bias" in theirs:
         values["head_bias"] = theirs[f"{parts.head}.bias"]
     places = [("norm", parts.norm, proven.norm)]
@@ -141,11 +199,25 @@ def load_reference(model: nn.Module, reference: nn.Module, proven: Proven) -> No
         places.append(("embed_norm", str(parts.embed_norm), proven.embed_norm))
     if proven.merge is not None:
         places.append(("merge", str(parts.merge), proven.merge))
-    for index, layer in enumerate(proven.layers):
-        for part in layer.parts:
-            path = f"{parts.layers}.{index}.{part.path}".rstrip(".")
-            places.append((f"layers.{index}.{part.unit.name}", path, part.attempt))
+    if (encoder := proven.encoder) is not None:
+        places.append(("encoder.norm", encoder.parts.norm, encoder.norm))
+        if encoder.own_embedding:
+            held = reference.get_submodule(encoder.parts.embed).weight.detach()  # type: ignore[operator]
+            values["encoder.embed.weight"] = held
+    sets = shared_sets(reference, proven, range(len(proven.layers)))
+    for stack, (where, layers) in zip(("layers", "encoder.layers"), proven.stacks.items(), strict=False):
+        for index, layer in enumerate(layers):
+            for part in layer.parts:
+                path = f"{where}.{index}.{part.path}".rstrip(".")
+                ours = f"{stack}.{index}.{part.unit.name}"
+                if stack == "layers" and (name := shared_name(ours, sets)) != ours:
+                    if first_name(name, sets) != ours:
+                        continue  # the first of the layers that share it has it
+                    ours = name
+                places.append((ours, path, part.attempt))
     claims = [(ours, path, attempt.candidate) for ours, path, attempt in places]
+    if proven.layer_inputs is not None:
+        claims.append(("layer_inputs", parts.layers.rpartition(".")[0], proven.layer_inputs))
     claims += [(f"rotaries.{index}", held.path, held.candidate) for index, held in enumerate(proven.rotaries)]
     for ours, path, candidate in claims:
         prefix = path + "."

@@ -26,7 +26,7 @@ def kept_before(calls: Mapping[str, Call], layer: str) -> Tensor | None:
 
 
 def handed_alone(calls: Mapping[str, Call], layer: str) -> dict[str, Tensor]:
-    """Names such as "past.0" -> the argument of the layer that is the input of an earlier one, in the order of the kept."""
+    """Names such as "past.0" -> the argument of the layer that is the input of an earlier one."""
     call = calls[layer]
     earlier = [member.hidden for member in _members(calls, layer, before=True)]
     kept = [hidden for hidden in earlier if _is_handed_on(calls, layer, hidden)]
@@ -39,11 +39,10 @@ def handed_alone(calls: Mapping[str, Call], layer: str) -> dict[str, Tensor]:
 
 
 def is_kept(calls: Mapping[str, Call], layer: str) -> bool:
-    """Whether whoever reads what this layer gives finds its input among what was kept, and it was not there before; or
-    a later layer is handed its input as an argument of its own."""
+    """Whether whoever reads what this layer gives finds its input among what was kept, and it was not there before."""
     mine = kept_before(calls, layer)
     if mine is None:
-        return _is_handed_on(calls, layer, calls[layer].hidden)
+        return False
     given = calls[layer].result
     for path, call in calls.items():
         if path.startswith(layer + ".") or path == layer:
@@ -54,6 +53,12 @@ def is_kept(calls: Mapping[str, Call], layer: str) -> bool:
             wanted = torch.cat((mine, calls[layer].hidden[:, :, None]), 2)
             return any(equal(held, wanted) for held in stacks)
     return False
+
+
+def handed_on(calls: Mapping[str, Call], path: str) -> list[int]:
+    """The layers of the list at `path` whose input is handed to later ones as an argument of its own."""
+    members = _members(calls, f"{path}.0")
+    return [index for index, call in enumerate(members) if _is_handed_on(calls, f"{path}.0", call.hidden)]
 
 
 def _is_handed_on(calls: Mapping[str, Call], layer: str, hidden: Tensor) -> bool:

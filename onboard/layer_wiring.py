@@ -13,8 +13,10 @@ import torch
 from torch import Tensor, nn
 
 from dayzero.onboard.calls import Call, Undiscovered, floats, same, tensors
+from dayzero.onboard.chains import chain_to
 from dayzero.onboard.kept_inputs import equal, handed_alone, is_kept, kept_before
 from dayzero.onboard.left import left_with_first_token_moved
+from dayzero.onboard.reference import state_of
 from dayzero.onboard.several import SeveralCall, several, top_level
 from dayzero.runtime.nn.wiring import PAST
 
@@ -51,7 +53,7 @@ class Unit:
     @property
     def is_module(self) -> bool:
         """Whether it is a module of the reference, at its path."""
-        return self.role not in {"scale", "beside"}
+        return self.role not in {"scale", "beside", "chain"}
 
 
 @dataclass
@@ -140,6 +142,12 @@ class _Solver:
     def add(self, path: str, call: Call) -> None:
         """The unit, with all that it is handed of the stream. Raises Undiscovered for what is no sum of values."""
         where = f"{self.layer}.{path}"
+        narrow = call.hidden.shape[-1] < self.call.result.shape[-1] and "." not in path
+        if narrow and (chain := chain_to(self.calls, self.layer, path)) is not None:
+            reads = self.explain(chain.hidden, f"input of {self.layer}.{chain.first}")
+            self.units.append(Unit(path, path, "chain", reads, call=chain))
+            self.values[path] = call.result
+            return
         more = heard(call, self.call) + [
             held for _, held in top_level(call) if any(held is one for one in self.alone.values())
         ]
@@ -330,7 +338,7 @@ def _explained(
     """`wanted` as a sum of values; also of values and earlier sums multiplied by vectors that the layer itself owns,
     which become units of their own. Raises Undiscovered."""
     if found := solve(wanted, values):
-        return found, []
+        return _with_owned_factors(found, values, layer, wanted.shape)
     scaled: dict[str, tuple[Unit, Tensor]] = {}
     bases = [{name: 1.0} for name in values] + [terms for terms in sums if len(terms) > 1]
     for name, vector in (*layer.named_parameters(recurse=False), *layer.named_buffers(recurse=False)):
@@ -347,6 +355,22 @@ def _explained(
         if found := solve(wanted, {**values, **{name: scaled[name][1] for name in names}}):
             return found, [scaled[name] for name in found if name in scaled]
     raise Undiscovered(f"{what} is no sum of earlier values ({', '.join(values)})")
+
+
+def _with_owned_factors(
+    found: dict[str, float], values: Mapping[str, Tensor], layer: nn.Module, shape: torch.Size
+) -> tuple[dict[str, float], list[tuple[Unit, Tensor]]]:
+    """The same sum, its terms whose factor is a stored number of the layer as one unit that multiplies their sum."""
+    scales: list[tuple[Unit, Tensor]] = []
+    for name, held in state_of(layer).items():
+        factor = float(held) if held.shape == (1,) and "." not in name and held.is_floating_point() else 1.0
+        terms = {term: 1.0 for term, own in found.items() if factor != 1.0 and abs(own - factor) <= 1e-10 * abs(factor)}
+        if terms:
+            unit = Unit(f"{name}@{'+'.join(terms)}", name, "scale", terms)
+            total = sum(values[term].reshape(shape) for term in terms)
+            scales.append((unit, total * held))
+            found = {term: own for term, own in found.items() if term not in terms} | {unit.name: 1.0}
+    return found, scales
 
 
 def solve(wanted: Tensor, values: Mapping[str, Tensor]) -> dict[str, float]:
@@ -422,6 +446,8 @@ def _named(parts: LayerParts) -> LayerParts:
     for unit in parts.units:
         if unit.role in {"mixer", "cross", "ffn", "projection", "routing"}:
             add(unit.name, unit.role)
+        if unit.role == "chain":
+            add(unit.name, "gated_input")
     for unit in parts.units:
         if unit.role == "norm":
             readers = [u for u in parts.units if any(unit.name in terms for terms in u.inputs)]
@@ -429,7 +455,7 @@ def _named(parts: LayerParts) -> LayerParts:
             alone = len(readers) == 1 and any(list(terms) == [unit.name] for terms in readers[0].inputs)
             if alone and readers[0].role in {"mixer", "cross", "ffn"}:
                 add(unit.name, f"{names[readers[0].name]}_norm")
-            elif role_of.get(source) in {"mixer", "cross", "ffn"}:
+            elif role_of.get(source) in {"mixer", "cross", "ffn", "chain"}:
                 add(unit.name, f"{names[source]}_post_norm")
             else:
                 add(unit.name, "norm")

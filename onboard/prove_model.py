@@ -20,23 +20,29 @@ from dayzero.onboard.contradiction import contradiction
 from dayzero.onboard.discover import ModelParts, discover
 from dayzero.onboard.handed import context_of
 from dayzero.onboard.handed import query_scale as query_scale_of
+from dayzero.onboard.kept_inputs import handed_on
+from dayzero.onboard.layer_inputs import find_layer_inputs
 from dayzero.onboard.layer_wiring import LayerParts, Unit, layer_parts
 from dayzero.onboard.lifting import parts_of, prove_lifted
 from dayzero.onboard.prove import Attempt, attempt, prove
-from dayzero.onboard.proven import NotProven, Proven, ProvenLayer, ProvenPart, Unproven
+from dayzero.onboard.proven import NotProven, Proven, ProvenEncoder, ProvenLayer, ProvenPart, Unproven
 from dayzero.onboard.reference import text_config
 from dayzero.onboard.rotary_tables import Rotaries, uses_tables
 from dayzero.onboard.shrink import layer_signatures, part_signature
 from dayzero.onboard.stream_wiring import as_streams, has_streams, stream_layer
+from dayzero.runtime.nn.wiring import PAST
 from dayzero.runtime.weights import Stored
 
 # What may stand for a unit, by the role that its call shows.
 _PROPOSE_AS = {
     "norm": ("norm", "ffn"),
     "mixer": ("mixer",),
+    "cross": ("cross",),
     "ffn": ("ffn", "norm"),
     "join": ("join",),
+    "projection": ("projection",),
     "routing": ("routing",),
+    "chain": ("chain",),
 }
 
 
@@ -63,7 +69,7 @@ class _Prover:
         key = (roles, signature)
         if key not in self.known:
             self.tell(f"proving {path}")
-            site = site_of(self.calls, path, self.config)
+            site = site_of(self.calls, path if call is None else call.path, self.config)
             site.call = call or replace(site.call, joined=joined)
             attempts: list[Attempt] = []
             survivors: list[Attempt] = []
@@ -148,14 +154,9 @@ def prove_model(
     prover.usual = usual or {}
     rotaries = Rotaries(parts.calls, prover.config)
     signatures = layer_signatures(reference)
-    layers: list[ProvenLayer] = []
     unproven: list[Unproven] = []
-    for index in range(parts.count):
-        try:
-            layers.append(_prove_or_lift_layer(prover, rotaries, f"{parts.layers}.{index}", signatures[index]))
-        except NotProven as error:
-            unproven += [item for item in error.unproven if item not in unproven]
-    _agree(layers, prover)
+    layers = _prove_layers(prover, rotaries, parts.layers, signatures, unproven)
+    encoder = None if parts.encoder is None else _prove_encoder(prover, rotaries, reference, parts, unproven)
     # Where no norm follows, the head reads what makes one stream of several.
     merges = parts.streams > 1 and parts.merge is None
     last = as_streams(parts.calls[parts.norm], parts.streams) if merges else None
@@ -167,12 +168,16 @@ def prove_model(
     )
     merge = prover.best(("merge",), parts.merge, ("merge",), call=parts.merge_call) if parts.merge else None
     query_scale = _query_scale(prover, reference, layers, unproven)
+    layer_inputs = _layer_inputs(prover, ids, layers, unproven)
     outside = [path for path in (parts.norm, parts.embed_norm, parts.merge) if path in prover.unproven]
     unproven += [prover.unproven[path] for path in outside]
     tables = "no formula here gives the rotary tables that a layer is handed"
     unproven += [Unproven(path, tables) for path in dict.fromkeys(rotaries.without)]
     if unproven or norm is None:
         raise NotProven(unproven)
+    keeps_first = _reads_what_was_kept(layers) and not parts.history
+    if keeps_first and handed_on(parts.calls, parts.layers) != [0]:
+        raise NotProven([Unproven("structure", "layers read the input of one before them that is not the first")])
     head, embed = parts.calls[parts.head].module, parts.calls[parts.embed].module
     proven = Proven(
         parts=parts,
@@ -181,14 +186,49 @@ def prove_model(
         embed_norm=embed_norm,
         rotaries=rotaries.proven,
         query_scale=query_scale,
+        layer_inputs=layer_inputs,
         tied=head.weight is embed.weight,
         embed_scale=explain_factor(parts.embed_scale, embed, prover.config),
         logit_scale=explain_factor(parts.logits.scale, reference, prover.config),
         logit_softcap=_explained(parts.logits.softcap, reference, prover.config),
         logit_rows=_explained(parts.logits.rows, reference, prover.config),
         merge=merge,
+        encoder=encoder,
+        keeps_first=keeps_first,
     )
     return proven, prover.attempts
+
+
+def _prove_layers(
+    prover: _Prover, rotaries: Rotaries, path: str, signatures: list[Any], unproven: list[Unproven]
+) -> list[ProvenLayer]:
+    """The layers of the list at `path`; what stays open is added to `unproven`."""
+    layers: list[ProvenLayer] = []
+    for index, signature in enumerate(signatures):
+        try:
+            layers.append(_prove_or_lift_layer(prover, rotaries, f"{path}.{index}", signature))
+        except NotProven as error:
+            unproven += [item for item in error.unproven if item not in unproven]
+    _agree(layers, prover, path)
+    return layers
+
+
+def _prove_encoder(
+    prover: _Prover, rotaries: Rotaries, reference: nn.Module, parts: ModelParts, unproven: list[Unproven]
+) -> ProvenEncoder | None:
+    """The encoder, layer by layer like a decoder; None where something stays open, which is added to `unproven`."""
+    held = parts.encoder
+    assert held is not None
+    signatures = layer_signatures(reference, reference.get_submodule(held.layers))  # type: ignore[arg-type]
+    layers = _prove_layers(prover, rotaries, held.layers, signatures, unproven)
+    norm = prover.best(("norm",), held.norm, ("last norm of the encoder",))
+    if norm is None:
+        unproven.append(prover.unproven[held.norm])
+        return None
+    embed = parts.calls[held.embed].module
+    own = embed.weight is not parts.calls[parts.embed].module.weight
+    scale = explain_factor(held.embed_scale, embed, prover.config)
+    return ProvenEncoder(held, layers, signatures, norm, own, scale)
 
 
 def _prove_or_lift_layer(prover: _Prover, rotaries: Rotaries, layer: str, signature: Any) -> ProvenLayer:
@@ -274,15 +314,19 @@ def _prove_units(
     open_units: list[str] = []
     proven: list[ProvenPart] = []
     for unit in wiring.units:
-        if unit.role == "scale":
-            proven.append(ProvenPart(unit, _scale(unit), _factors(unit.reads, prover, layer), []))
+        if not unit.is_module and unit.role != "chain":
+            made = Attempt(Candidate("SideBySide", {}, {}), 0.0, "wiring")
+            if unit.role == "scale":
+                made = _scale(unit, prover.calls[layer].module)
+            more = [_factors(terms, prover, layer) for terms in unit.more]
+            proven.append(ProvenPart(unit, made, _factors(unit.reads, prover, layer), [], more))
             continue
         path = f"{layer}.{unit.path}"
         call = unit.call if unit.role != "routing" else routing_call(prover.calls[path], unit.classes)
         key = (unit.role, part_signature(signature, unit.path), _handed(call or prover.calls[path]))
         roles = _PROPOSE_AS[unit.role] if len(unit.inputs) == 1 else ("mixer of several", "join")
         attempt = prover.best(roles, path, key, call=call)
-        if attempt is None and lift and unit.role != "routing":
+        if attempt is None and lift and unit.role not in {"routing", "chain"}:
             attempt = prover.lifted(path, key, call=call)
         if attempt is None:
             open_units.append(unit.path)
@@ -338,6 +382,12 @@ def _prove_stream_layer(prover: _Prover, rotaries: Rotaries, layer: str, signatu
     return ProvenLayer(parts, _factors(reads, prover, layer))
 
 
+def _reads_what_was_kept(layers: list[ProvenLayer]) -> bool:
+    inputs = [terms for layer in layers for part in layer.parts for terms in (part.factors, *part.more)]
+    sums = [*inputs, *(layer.gives for layer in layers)]
+    return any(term.partition(".")[0] == PAST for terms in sums for term in terms)
+
+
 def _affine(parts: ModelParts) -> Attempt | None:
     """Vectors beside the embedding that shift and scale its rows, as a block: finding them has proven it."""
     if not parts.embed_affine:
@@ -346,17 +396,23 @@ def _affine(parts: ModelParts) -> Attempt | None:
     return Attempt(Candidate("Affine", {"width": size(parts.embed_affine["weight"], 0)}, sources), 0.0, "wiring")
 
 
-def _scale(unit: Unit) -> Attempt:
+def _scale(unit: Unit, layer: nn.Module) -> Attempt:
     """A vector that the layer owns, as a block: solving the wiring has proven it."""
     width = Evidence(f"size of {unit.path}", lambda layer, config: getattr(layer, unit.path).numel())
-    return Attempt(Candidate("ChannelScale", {"width": width}, {"weight": Stored(unit.path)}), 0.0, "wiring")
+    arguments = {"width": width}
+    if not isinstance(getattr(layer, unit.path), nn.Parameter):
+        arguments["trained"] = Evidence(
+            f"whether {unit.path} is a parameter",
+            lambda layer, config: isinstance(getattr(layer, unit.path), nn.Parameter),
+        )
+    return Attempt(Candidate("ChannelScale", arguments, {"weight": Stored(unit.path)}), 0.0, "wiring")
 
 
-def _agree(layers: list[ProvenLayer], prover: _Prover) -> None:
+def _agree(layers: list[ProvenLayer], prover: _Prover, path: str) -> None:
     """Gives factors that stand at the same place of several layers one explanation, where one fits them all."""
     places: dict[tuple, list[tuple[dict[str, Evidence], nn.Module]]] = {}
     for index, layer in enumerate(layers):
-        module = prover.calls[f"{prover.layers}.{index}"].module
+        module = prover.calls[f"{path}.{index}"].module
         sums = [(part.unit.name, [part.factors, *part.more]) for part in layer.parts]
         for name, held in (*sums, ("", [layer.gives, layer.keeps])):
             for number, terms in enumerate(held):
@@ -377,6 +433,24 @@ def _explained(value: float | None, reference: nn.Module, config: Any) -> Eviden
 def _factors(reads: Mapping[str, float], prover: _Prover, layer: str) -> dict[str, Evidence]:
     module = prover.calls[layer].module
     return {name: explain_factor(factor, module, prover.config) for name, factor in reads.items()}
+
+
+def _layer_inputs(
+    prover: _Prover, ids: torch.Tensor, layers: list[ProvenLayer], unproven: list[Unproven]
+) -> Candidate | None:
+    """What makes the inputs that the model hands to its layers one by one, where one of them reads such."""
+    blocks = [part.attempt.candidate.block for layer in layers for part in layer.parts]
+    if "GatedLayerInput" not in blocks:
+        return None
+
+    def norm_at(path: str) -> Candidate | None:
+        found = prover.best(("norm",), path, ("norm of layer inputs", path))
+        return None if found is None else found.candidate
+
+    found = find_layer_inputs(prover.calls, prover.layers, ids, prover.config, norm_at)
+    if found is None:
+        unproven.append(Unproven(prover.layers, "no formula here gives what each layer is handed beside the stream"))
+    return found
 
 
 def _query_scale(

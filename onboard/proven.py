@@ -1,9 +1,11 @@
 """What holds for a shrunk model: every part of every layer and what stands for it; and what stays open."""
 
 from dataclasses import dataclass, field
+from typing import Any
 
 from dayzero.onboard.candidates import Candidate, Evidence
 from dayzero.onboard.discover import ModelParts
+from dayzero.onboard.encoder import EncoderParts
 from dayzero.onboard.layer_wiring import Unit
 from dayzero.onboard.prove import Attempt
 from dayzero.onboard.rotary_tables import ProvenRotary
@@ -39,8 +41,13 @@ class ProvenPart:
 
     @property
     def path(self) -> str:
-        """Relative to the layer, the module that the block stands for: the layer itself where that owns a scale."""
-        return "" if self.unit.role == "scale" else self.unit.path
+        """Relative to the layer, the module that the block stands for: the layer where there is none of its own."""
+        return self.unit.path if self.unit.is_module else ""
+
+    @property
+    def is_layer(self) -> bool:
+        """Whether it stands for the whole layer, or for something of the layer that is no module."""
+        return not self.path
 
 
 @dataclass
@@ -58,8 +65,22 @@ class ProvenLayer:
 
 
 @dataclass
+class ProvenEncoder:
+    """What holds for the encoder of the shrunk model. signatures: of its layers (`shrink.layer_signatures`)."""
+
+    parts: EncoderParts
+    layers: list[ProvenLayer]
+    signatures: list[Any]
+    norm: Attempt
+    own_embedding: bool
+    embed_scale: Evidence
+    positions: Candidate | None = None
+
+
+@dataclass
 class Proven:
-    """What holds for the shrunk model."""
+    """What holds for the shrunk model. positions: of what is added to the embeddings. keeps_first: whether layers read
+    the input of the first one. layer_inputs: of the module that holds the layers."""
 
     parts: ModelParts
     layers: list[ProvenLayer]
@@ -73,21 +94,46 @@ class Proven:
     logit_softcap: Evidence | None
     logit_rows: Evidence | None
     merge: Attempt | None = None
+    positions: Candidate | None = None
+    encoder: ProvenEncoder | None = None
+    keeps_first: bool = False
+    layer_inputs: Candidate | None = None
+
+    @property
+    def stacks(self) -> dict[str, list[ProvenLayer]]:
+        """Path of the list in the reference -> its layers, of the encoder too."""
+        encoder = {self.encoder.parts.layers: self.encoder.layers} if self.encoder is not None else {}
+        return {self.parts.layers: self.layers, **encoder}
 
     @property
     def candidates(self) -> list[Candidate]:
         """Everything that was proven, layers first."""
-        layers = [part.attempt.candidate for layer in self.layers for part in layer.parts]
-        outside = [attempt.candidate for attempt in (self.norm, self.embed_norm, self.merge) if attempt is not None]
+        layers = [part.attempt.candidate for held in self.stacks.values() for layer in held for part in layer.parts]
+        last = None if self.encoder is None else self.encoder.norm
+        norms = (self.norm, self.embed_norm, self.merge, last)
+        outside = [attempt.candidate for attempt in norms if attempt is not None]
         return [*layers, *outside]
+
+    @property
+    def made_of(self) -> set[str]:
+        """Names of the reference's tensors that what was proven is made of."""
+        return {
+            f"{path}.{name}"
+            for path, candidate in self.claims.items()
+            for source in candidate.parameters.values()
+            for name in source.names({})
+        }
 
     @property
     def claims(self) -> dict[str, Candidate]:
         """Path -> what was proven for the module there."""
         parts = self.parts
         found = {parts.norm: self.norm.candidate}
-        for index, layer in enumerate(self.layers):
-            for part in layer.parts:
-                if part.path:
-                    found[f"{parts.layers}.{index}.{part.path}"] = part.attempt.candidate
+        if self.encoder is not None:
+            found[self.encoder.parts.norm] = self.encoder.norm.candidate
+        for path, layers in self.stacks.items():
+            for index, layer in enumerate(layers):
+                for part in layer.parts:
+                    if part.path:
+                        found[f"{path}.{index}.{part.path}"] = part.attempt.candidate
         return found

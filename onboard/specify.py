@@ -13,17 +13,18 @@ import torch
 from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from dayzero.onboard.calls import Call
 from dayzero.onboard.candidates import Candidate
 from dayzero.onboard.canonical_config import set_by
 from dayzero.onboard.claims import Claim, check_claims, check_idle
-from dayzero.onboard.composition import load_reference, specification_of
+from dayzero.onboard.composition import encoder_follows, load_reference, specification_of
 from dayzero.onboard.config_fields import IRRELEVANT, RENAMED
+from dayzero.onboard.cuts import cut_as_stored
+from dayzero.onboard.encoder import ENCODER, by_stack
 from dayzero.onboard.interventions import Intervention, intervene
 from dayzero.onboard.on_disk import quantised_rules, with_prefix, with_shared, with_stored_copies
 from dayzero.onboard.prove import TOLERANCE, Attempt, relative_error
 from dayzero.onboard.prove_model import prove_model
-from dayzero.onboard.proven import NotProven, Unproven
+from dayzero.onboard.proven import NotProven, Proven, Unproven
 from dayzero.onboard.real_sizes import sizes_between
 from dayzero.onboard.reference import (
     UnknownArchitecture,
@@ -38,6 +39,8 @@ from dayzero.onboard.reference import (
 )
 from dayzero.onboard.rules import NoRule, find_rules, full_rules, layer_templates
 from dayzero.onboard.settle import numberless
+from dayzero.onboard.shared_rules import as_own, as_shared, own_shapes
+from dayzero.onboard.sharing import shared_sets
 from dayzero.onboard.shrink import SEQUENCE, NoSmallSizes, shrink_model
 from dayzero.runtime.errors import InputError
 from dayzero.runtime.packed import Header, quantised_groups
@@ -114,10 +117,11 @@ def specify(
     _prove_composition(shrunk_model, reference, ids)
     try:
         stored = on_disk(reference)
-        towers, unused = idle_on_text(reference, ids, proven.parts.calls, stored)
+        towers, unused = idle_on_text(reference, ids, proven, stored)
         stored = {name: tensor for name, tensor in stored.items() if name not in towers}
         found = find_rules(shrunk_model.state_dict(), with_shared(reference, stored), unused)
-        templates = layer_templates(found)
+        small_sets = shared_sets(reference, proven, list(range(len(proven.layers))))
+        templates = [layer_templates(as_own(stack, small_sets)) for stack in by_stack(found)]
     except NoRule as error:
         raise NotProven([Unproven("weights", str(error))]) from None
     rules = [RuleSpec(parameter=parameter, source=SourceSpec.of(source)) for parameter, source in found.items()]
@@ -130,8 +134,14 @@ def specify(
         found = " ".join(str(error).split())
         raise InputError("config.json", found=found, expected="sizes that the proven blocks can have") from None
     try:
-        rules = full_rules(templates, follows, shapes, sizes_between(small, cut.full))
-        rules = with_stored_copies(rules, ()) if headers is None else _on_disk(rules, headers)
+        sizes = sizes_between(small, cut.full)
+        sets = shared_sets(full, proven, follows)
+        rules = full_rules(templates[0], follows, own_shapes(by_stack(shapes)[0], sets), sizes)
+        rules = as_shared(rules, sets)
+        if proven.encoder is not None:
+            theirs = full_rules(templates[1], encoder_follows(full, proven.encoder), by_stack(shapes)[1], sizes)
+            rules += [rule.model_copy(update={"parameter": ENCODER + rule.parameter}) for rule in theirs]
+        rules = with_stored_copies(rules, ()) if headers is None else _on_disk(rules, headers, shapes)
         spec = spec.model_copy(update={"rules": rules})
     except NoRule as error:
         raise NotProven([Unproven("weights", str(error))]) from None
@@ -155,13 +165,15 @@ def specify(
 
 
 def idle_on_text(
-    reference: nn.Module, ids: torch.Tensor, calls: Mapping[str, Call], stored: dict[str, torch.Tensor]
+    reference: nn.Module, ids: torch.Tensor, proven: Proven, stored: dict[str, torch.Tensor]
 ) -> tuple[set[str], dict[str, torch.Tensor]]:
     """The names in `stored`, what transformers writes of the reference, of modules that do not run when it reads text:
-    vision and audio towers. They are written once more as NaN, to see under which names they stand.
+    vision and audio towers, but for what blocks were proven with, such as an expert that no token was given to. They are
+    written once more as NaN, to see under which names they stand.
 
     And of tensors that hold something of both, where theirs is: booleans of the tensor's shape."""
     state = reference.state_dict()
+    calls = proven.parts.calls
     parents = {path[:dot] for path in calls for dot in range(len(path)) if path[dot] == "."}
     text = next((path for path, module in reference.named_modules() if module is text_model(reference)), "")
     outside = {name for name in state if text and not name.startswith(text + ".")}
@@ -170,7 +182,7 @@ def idle_on_text(
         run(reference, ids).sum().backward()
     used = {name for name, parameter in reference.named_parameters() if parameter.grad is not None}
     reference.zero_grad()
-    idle = {name for name in apart - used if state[name].is_floating_point()}
+    idle = {name for name in apart - used - proven.made_of if state[name].is_floating_point()}
     if not idle:
         return set(), {}
     marked = {name: torch.full_like(t, float("nan")) if name in idle else t for name, t in state.items()}
@@ -206,13 +218,16 @@ def _prove_composition(ours: torch.nn.Module, reference: torch.nn.Module, ids: t
         raise NotProven([Unproven("structure", why)])
 
 
-def _on_disk(rules: list[RuleSpec], headers: Mapping[str, Header]) -> list[RuleSpec]:
+def _on_disk(
+    rules: list[RuleSpec], headers: Mapping[str, Header], shapes: Mapping[str, tuple[int, ...]]
+) -> list[RuleSpec]:
     """The rules over the checkpoint's own tensors. Where its names cannot be found, unchanged: settling the ledger says
     which tensor is missing, and from where."""
     groups = quantised_groups(headers)
     names = headers.keys() | groups.keys()
     with suppress(NoRule):
         rules = with_prefix(rules, names)
+    rules = cut_as_stored(rules, shapes, {name: tuple(header.shape) for name, header in headers.items()})
     return quantised_rules(with_stored_copies(rules, names), groups)
 
 

@@ -61,7 +61,7 @@ def places(package: Package, ours: nn.Module) -> Iterator[Place]:
         for index, kind in enumerate(kinds):
             for part in kind.parts:
                 name = f"{stack}.{index}.{part.name}"
-                module = ours.get_submodule(name)
+                module = dict(ours.get_submodule(f"{stack}.{index}").all_parts())[part.name]  # type: ignore[operator]
                 alone = "," not in part.reads and not isinstance(module, (Routing, LeaveRouting))
                 yield Place(name, path_of(part.block, index), part.block, module, alone=alone)
         if stack != "layers" and spec.encoder is not None:

@@ -22,6 +22,7 @@ from dayzero.onboard.candidates.feed_forward import propose_feed_forward
 from dayzero.onboard.candidates.handed_keys import propose_attention_with_handed_keys
 from dayzero.onboard.candidates.joins import propose_join
 from dayzero.onboard.candidates.latent_attention import propose_latent_attention
+from dayzero.onboard.candidates.layer_inputs import propose_gated_layer_input
 from dayzero.onboard.candidates.linear_attention import propose_lightning_attention
 from dayzero.onboard.candidates.matrix_memory import propose_mlstm
 from dayzero.onboard.candidates.moe import propose_moe
@@ -65,6 +66,7 @@ PROPOSERS: dict[str, tuple[Callable[[Site], list[Candidate]], ...]] = {
     "join": (propose_join,),
     "projection": (propose_projection,),
     "mixer of several": (),
+    "chain": (propose_gated_layer_input,),
 }
 
 

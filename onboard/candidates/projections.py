@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from dayzero.onboard.candidates.evidence import Evidence, Site, literal, size
+from dayzero.onboard.candidates.evidence import Candidate, Evidence, Site, literal, present, size
 from dayzero.onboard.candidates.feed_forward import linear_calls
 from dayzero.runtime.weights import Part, Source, Squeeze, Stored
 
@@ -79,6 +79,16 @@ class Share:
 
     def _rows(self, stored: str) -> Source:
         return Stored(stored) if self.whole else Part(0, self.start, self.stop, Stored(stored), self.groups)
+
+
+def propose_projection(site: Site) -> list[Candidate]:
+    """A matrix that is a part of a layer by itself."""
+    if type(site.module) is not nn.Linear:
+        return []
+    biased = site.module.bias is not None
+    arguments = {"hidden": size("weight", 1), "out": size("weight", 0), "bias": present("bias")}
+    kinds = ("weight", "bias") if biased else ("weight",)
+    return [Candidate("Projection", arguments, {f"linear.{kind}": Stored(kind) for kind in kinds})]
 
 
 def equal_values(a: Tensor, b: Tensor) -> bool:
