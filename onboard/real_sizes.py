@@ -79,14 +79,14 @@ def resized_layer(
     for run in runs_of(sources):
         wanted = [shapes[name][run.dim] for name in run.parameters]
         found |= run.sources(run.evenly(sum(wanted)), wanted)
-    sources = {name: source for name, source in sources.items() if name not in found}
+    rest = {name: source for name, source in sources.items() if name not in found}
     lengths: dict[tuple, dict[tuple[int, int], int]] = defaultdict(dict)
 
     def measure(part: Part, length: int, groups: int) -> tuple[int, int]:
         lengths[part.part, part.dim, part.groups][part.start, part.stop] = length
         return 0, length
 
-    for name, source in sources.items():
+    for name, source in rest.items():
         _resized(source, tuple(shapes[name]), sizes, measure)
     places: dict[tuple, tuple[int, int]] = {}
     for key, held in lengths.items():
@@ -98,7 +98,8 @@ def resized_layer(
     def place(part: Part, length: int, groups: int) -> tuple[int, int]:
         return places[(part.part, part.dim, part.groups), (part.start, part.stop)]
 
-    return found | {name: _resized(source, tuple(shapes[name]), sizes, place) for name, source in sources.items()}
+    found |= {name: _resized(source, tuple(shapes[name]), sizes, place) for name, source in rest.items()}
+    return {name: found[name] for name in sources}
 
 
 def _resized(source: Source, shape: Shape, sizes: Mapping[int, int], place: Place) -> Source:
