@@ -8,7 +8,7 @@ UNEVEN on the ranks of an exchange.
 from torch import nn
 
 from dayzero.runtime.dry_pass import LayerBytes, layer_bytes
-from dayzero.runtime.nn import CausalLM, MixtureOfExperts
+from dayzero.runtime.nn import CausalLM, Routed
 
 UNEVEN = 1.5  # what a busy expert-parallel rank receives, as a multiple of its share
 MEASURED = 8192  # tokens of the longest pass; longer ones follow by a parabola, since attention may be quadratic
@@ -38,15 +38,10 @@ def working(layer: LayerBytes, ep: int) -> int:
     return int(layer.working * UNEVEN) if ep > 1 and layer.by_experts else layer.working
 
 
-def travelling_bytes(moe: MixtureOfExperts, compute: int, tokens: int, ep: int) -> int:
+def travelling_bytes(moe: Routed, compute: int, tokens: int, ep: int) -> int:
     """c H for each row as sent, and UNEVEN times as received and as returned; nothing without an exchange."""
-    rows = tokens * ranks_of_a_token(moe, ep)
+    rows = tokens * moe.rows_of_a_token(ep)
     return int(compute * moe.experts.hidden * rows * (1 + 2 * UNEVEN)) if ep > 1 else 0
-
-
-def ranks_of_a_token(moe: MixtureOfExperts, ep: int) -> float:
-    """To how many of ep ranks the K experts of a token send it, on average, if each rank is as likely for each."""
-    return ep * (1 - (1 - 1 / ep) ** moe.router.top_k)
 
 
 def _extended(points: tuple[int, int, int], values: tuple[LayerBytes, ...], tokens: int) -> LayerBytes:
@@ -66,7 +61,7 @@ def _extended(points: tuple[int, int, int], values: tuple[LayerBytes, ...], toke
 def _estimate(layer: nn.Module, compute: int, tokens: int, hidden: int) -> LayerBytes:
     """From the sizes alone: inputs and outputs of all projections, and as much again to work with."""
     linears = sum(m.in_features + m.out_features for m in layer.modules() if isinstance(m, nn.Linear))
-    experts = [(m.router.top_k, m.experts) for m in layer.modules() if isinstance(m, MixtureOfExperts)]
+    experts = [(m.router.top_k, m.experts) for m in layer.modules() if isinstance(m, Routed)]
     inside = sum(top_k * (3 * held.width + 2 * held.hidden) for top_k, held in experts)
     kept_bytes = compute * tokens * (linears + inside + 2 * hidden)
     routing = sum(12 * tokens * top_k for top_k, _ in experts)

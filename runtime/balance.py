@@ -15,7 +15,7 @@ from torch.distributed import ProcessGroup
 
 from dayzero.runtime import config
 from dayzero.runtime.errors import InputError
-from dayzero.runtime.nn import MixtureOfExperts, Router
+from dayzero.runtime.nn import Routed, Router
 from dayzero.runtime.nn.capacity import Capacity
 from dayzero.runtime.nn.duplicates import Duplicates
 from dayzero.runtime.nn.exchange import Waiting
@@ -52,7 +52,7 @@ class Balance:
 
     def __init__(self, model: nn.Module, settings: config.Balance, group: ProcessGroup | None):
         self.settings, self.group, self.waiting = settings, group, Waiting()
-        self.mixtures = {name: m for name, m in model.named_modules() if isinstance(m, MixtureOfExperts)}
+        self.mixtures = {name: m for name, m in model.named_modules() if isinstance(m, Routed)}
         self.routers = [m for m in model.modules() if isinstance(m, Router)]
         self.biased = {name: m for name, m in self.mixtures.items() if _bias(m) is not None}
         wants_losses = any((settings.auxiliary_loss, settings.sequence_loss, settings.z_loss))
@@ -169,7 +169,7 @@ def choose_hosts(counts: list[int], ranks: int, duplicates: int) -> list[tuple[i
 def arrange_experts(model: nn.Module, settings: config.Experts) -> None:
     """Applies the settings to every mixture of a model that is sharded."""
     for module in model.modules():
-        if isinstance(module, MixtureOfExperts):
+        if isinstance(module, Routed):
             module.experts.merge_below = settings.merge_below
             if settings.capacity is not None:
                 module.capacity = Capacity(settings.capacity, settings.pad)
@@ -177,11 +177,11 @@ def arrange_experts(model: nn.Module, settings: config.Experts) -> None:
                 module.exchange.dispatcher, module.exchange.parts = settings.dispatcher, settings.parts
 
 
-def _bias(mixture: MixtureOfExperts) -> Tensor | None:
+def _bias(mixture: Routed) -> Tensor | None:
     return getattr(mixture.router, "selection_bias", None)
 
 
-def _ranks(mixture: MixtureOfExperts) -> int:
+def _ranks(mixture: Routed) -> int:
     return 1 if mixture.exchange is None else mixture.exchange.group.size()
 
 

@@ -17,7 +17,7 @@ from dayzero.runtime.errors import InputError
 from dayzero.runtime.headers import read_headers
 from dayzero.runtime.load import check_same_checkpoint
 from dayzero.runtime.lora import apply_lora
-from dayzero.runtime.nn import CausalLM, MixtureOfExperts
+from dayzero.runtime.nn import CausalLM, Routed
 from dayzero.runtime.nn.index_loss import freeze_indexers, train_indexers
 from dayzero.runtime.optimizer import make_optimizer
 from dayzero.runtime.package import Package, load_package
@@ -88,7 +88,7 @@ def prepare(
             expected="--eval-data, whose loss tells which checkpoint is best",
         )
     layout = _layout(made, config, world)
-    layout.check_experts([m.experts.experts for m in model.modules() if isinstance(m, MixtureOfExperts)])
+    layout.check_experts([m.experts.experts for m in model.modules() if isinstance(m, Routed)])
     _check_shared_batches(model, config)
     if made.checkpoint is None:
         raise InputError(

@@ -18,11 +18,11 @@ from pydantic import BaseModel, ConfigDict, Field
 from torch import nn
 
 from dayzero.runtime import config
-from dayzero.runtime.activations import kept, measure_layers, ranks_of_a_token, travelling_bytes, working
+from dayzero.runtime.activations import kept, measure_layers, travelling_bytes, working
 from dayzero.runtime.dry_pass import LayerBytes
 from dayzero.runtime.lora import apply_lora
 from dayzero.runtime.moments import Moments
-from dayzero.runtime.nn import CausalLM, Experts, MixtureOfExperts
+from dayzero.runtime.nn import CausalLM, Experts, Routed
 from dayzero.runtime.nn.index_loss import freeze_indexers
 from dayzero.runtime.optimizer import moments_of
 from dayzero.runtime.parameter_roles import trained_parameters
@@ -116,7 +116,7 @@ class Kind:
 
     dense: Unit
     experts: tuple[Unit, ...]
-    moes: tuple[MixtureOfExperts, ...]
+    moes: tuple[Routed, ...]
     sharing: Sharing
 
 
@@ -215,7 +215,7 @@ def measure(
     for kind, layer in zip(used, model.all_layers, strict=True):
         containers = [(name, module) for name, module in layer.named_modules() if isinstance(module, Experts)]
         inner = tuple(unit(f"layers of kind {kind}: {name}", module, [], True) for name, module in containers)
-        moes = tuple(module for module in layer.modules() if isinstance(module, MixtureOfExperts))
+        moes = tuple(module for module in layer.modules() if isinstance(module, Routed))
         dense = unit(f"layers of kind {kind}", layer, [module for _, module in containers])
         kinds.append(Kind(dense, inner, moes, sharing_of(layer, tp)))
     head = model.embed if model.head is None else model.head
@@ -364,7 +364,7 @@ def communication(model: Model, mesh: Mesh, tokens: int, recompute: bool, per_no
     ranks of ep and dp_shard are neighbours; those of efsdp stand ep apart, those of dp_replicate dp_shard. S is for
     all_gather: c * the unit, twice (forward, backward), but once for the root, which stays gathered.
     reduce_scatter: 4 * trained elements of the unit. all_reduce: 8 * trained elements kept, with dp_replicate.
-    all_to_all: c T R H for each exchange, R ranks a token (`activations.ranks_of_a_token`): 2 forward, 2 backward, 2
+    all_to_all: c T R H for each exchange, R rows a token (`Routed.rows_of_a_token`): 2 forward, 2 backward, 2
     again with recompute. With tp or cp, T is T / (cp tp), the ranks of tp are neighbours and gather a unit's other
     parameters with those of cp and dp_shard, and shared_rows is what blocks gather and sum (`shared_batch`).
     """
@@ -384,7 +384,7 @@ def communication(model: Model, mesh: Mesh, tokens: int, recompute: bool, per_no
         _add(shared, over_cp, mesh.cp, mesh.tp, per_node)
         for moe in model.kinds[i].moes:
             own = -(-tokens // together)
-            size = int(model.compute * own * ranks_of_a_token(moe, mesh.ep) * moe.experts.hidden)
+            size = int(model.compute * own * moe.rows_of_a_token(mesh.ep) * moe.experts.hidden)
             _add(exchange, (6 if recompute else 4) * size, mesh.ep, 1, per_node)
     kinds = {"all_gather": gather, "reduce_scatter": scatter, "all_reduce": reduce, "all_to_all": exchange}
     return kinds | ({"shared_rows": shared} if together > 1 else {})

@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from dayzero.runtime.context_parallel import check_context_parallel
 from dayzero.runtime.mesh import Layout, Meshes, divisors, make_meshes
-from dayzero.runtime.nn import CausalLM, Experts, MixtureOfExperts
+from dayzero.runtime.nn import CausalLM, Experts, Routed
 from dayzero.runtime.nn.expert_parallel import Exchange
 from dayzero.runtime.tensor_parallel import check_alone, split_tensors
 
@@ -42,7 +42,7 @@ def parallelise(model: CausalLM, meshes: Meshes, compute: torch.dtype | None = N
     if meshes.cut is not None and meshes.split is not None:
         split_tensors(model, meshes.cut["tp"], meshes.split)
     for module in model.modules():
-        if isinstance(module, MixtureOfExperts):
+        if isinstance(module, Routed):
             split_experts(module.experts, ep)
             if ep.size() > 1:
                 module.exchange = Exchange(ep.get_group(), dtype=compute)

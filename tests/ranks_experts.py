@@ -14,6 +14,7 @@ from dayzero.runtime.nn import (
     HashRouter,
     JointRouter,
     LayerNorm,
+    MixtureOfAttention,
     MixtureOfExperts,
     Normalise,
     RMSNorm,
@@ -32,7 +33,7 @@ HIDDEN, WIDTH, EXPERTS, VOCABULARY = 12, 7, 8, 50
 TOKENS = (9, 14, 0, 5)  # of each rank
 
 
-def build(form: str) -> MixtureOfExperts:
+def build(form: str) -> Any:
     router: Any = Router(HIDDEN, EXPERTS, 3, normalise=Normalise(), scale=1.5)
     experts = Experts(EXPERTS, HIDDEN, WIDTH, "silu", bias=form == "biases")
     more: dict[str, Any] = {}
@@ -53,6 +54,8 @@ def build(form: str) -> MixtureOfExperts:
         more = {"spare": form, "expert_norm": RMSNorm(HIDDEN, 1e-6)}
     elif form == "all":
         router = Router(HIDDEN, EXPERTS, EXPERTS)
+    elif form == "attention":
+        return MixtureOfAttention(router, Experts(EXPERTS, HIDDEN, 6, None, is_gated=False), 2, 0.4, None, bias=True)
     elif form == "one":
         router = Router(HIDDEN, EXPERTS, 1)
     return MixtureOfExperts(router, experts, **more)

@@ -114,6 +114,9 @@ CASES: dict[str, Build] = {
     "attention-shared-keys": lambda: SharedKeys(2),
     "attention-shared-key": lambda: SharedKeys(1),
     "attention-lora": lambda: adapted(gqa(1, bias=True, output_bias=True)),
+    "mixture-of-attention": lambda: nn.MixtureOfAttention(
+        nn.Router(HIDDEN, 4, 2, scored="selected"), nn.Experts(4, HIDDEN, 12, None, is_gated=False), 2, 0.4, bias=True
+    ),
     "relative-attention": lambda: nn.RelativeAttention(gqa(rotary=None), 3, 5),
     "latent": latent,
     "latent-gate-sinks": lambda: latent(

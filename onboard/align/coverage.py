@@ -34,7 +34,8 @@ def coverage_rung(
         value = rule.read(reader, shapes)
         shape = tuple(value.shape)
         hashes[parameter] = hex_of(content_hash(value, shape, whole(shape), hashed_dtype(value.dtype)))
-        value = value.to(torch.promote_types(value.dtype, torch.float32))
+        if value.is_floating_point():  # whole numbers stay what they are, here and in training
+            value = value.to(torch.promote_types(value.dtype, torch.float32))
         for name, region, part in rule.write(value, shapes, source=again):
             seen.add(name)
             exported = part.to(torch_dtype(checkpoint.headers[name].dtype))

@@ -38,6 +38,7 @@ from .lightning_attention import LightningAttention
 from .mamba import Mamba
 from .mamba2 import Mamba2
 from .mlstm import MLSTM
+from .mixture_of_attention import MixtureOfAttention
 from .moe import MixtureOfExperts
 from .norm import GatedRMSNorm, RMSNorm, ScaledFirstRMSNorm, SelfGatedRMSNorm
 from .pooled_indexer import MeanPooledIndexer, PooledIndexer
@@ -48,6 +49,7 @@ from .relative_attention import RelativeAttention
 from .residual_gate import ResidualGate
 from .rg_lru import RecurrentBlock
 from .rotary import Rotary
+from .routed import Routed
 from .router import Router, Routing
 from .rwkv import ChannelMix, TimeMix
 from .selection import GroupLimit, Normalise
@@ -105,6 +107,7 @@ BLOCKS = {
         Mamba,
         Mamba2,
         MeanPooledIndexer,
+        MixtureOfAttention,
         MixtureOfExperts,
         Normalise,
         OaiSwiGLU,
@@ -171,6 +174,7 @@ __all__ = [
     "Mamba",
     "Mamba2",
     "MeanPooledIndexer",
+    "MixtureOfAttention",
     "MixtureOfExperts",
     "Normalise",
     "OaiSwiGLU",
@@ -183,6 +187,7 @@ __all__ = [
     "RelativeAttention",
     "ResidualGate",
     "Rotary",
+    "Routed",
     "Router",
     "Routing",
     "ScaledFirstRMSNorm",

@@ -45,10 +45,10 @@ class Duplicates:
         found = table[token % 2, index_TK.clamp(max=experts - 1)]
         return torch.where(index_TK < experts, found, self.ranks * self.slots)
 
-    def compute(self, experts: nn.Module, group: ProcessGroup, waiting: Waiting) -> Compute:
+    def compute(self, experts: nn.Module, group: ProcessGroup, waiting: Waiting, method: str = "compute") -> Compute:
         """compute(x, counts) over own experts and hosted copies, counts [slots].
 
-        experts: a module with `compute`; its parameters are its own and stacked over experts, as within its call.
+        experts: a module with that method; its parameters are its own and stacked over experts, as within its call.
         """
         own = {name: _local(parameter) for name, parameter in experts.named_parameters()}
         if any("." in name for name in own):
@@ -70,8 +70,8 @@ class Duplicates:
 
         def both(x: Tensor, counts: Tensor) -> Tensor:
             here = int(counts[: self.own].sum())
-            mine = experts.compute(x[:here], counts[: self.own])  # type: ignore[operator]
-            return torch.cat((mine, twin.compute(x[here:], counts[self.own :])))  # type: ignore[operator]
+            mine = getattr(experts, method)(x[:here], counts[: self.own])
+            return torch.cat((mine, getattr(twin, method)(x[here:], counts[self.own :])))
 
         return both
 

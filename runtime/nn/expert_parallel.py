@@ -167,11 +167,11 @@ class Journey:
         """What travels, for the one who computes: an argument of the experts' module, so that FSDP sees it."""
         return [parcel.travelling for parcel in self.parcels]
 
-    def compute(self, experts: Experts, travelling: list[Tensor], **how) -> list[Tensor]:
-        """The experts, part by part. how: `weigh` and `norm` of `through_experts`."""
-        done, exchange, compute = [], self.exchange, experts.compute
+    def compute(self, experts: Experts, travelling: list[Tensor], method: str = "compute", **how) -> list[Tensor]:
+        """The experts, part by part. method: of theirs. how: `weigh` and `norm` of `through_experts`."""
+        done, exchange, compute = [], self.exchange, getattr(experts, method)
         if exchange.duplicates is not None:
-            compute = exchange.duplicates.compute(experts, exchange.group, exchange.waiting)
+            compute = exchange.duplicates.compute(experts, exchange.group, exchange.waiting, method)
         if self.height is not None:
             compute = padded(compute, self.height)
         for parcel, part in zip(self.parcels, travelling, strict=True):
@@ -179,6 +179,6 @@ class Journey:
         return done
 
     def arrive(self, travelling: list[Tensor]) -> Tensor:
-        """[T, H], in the order in which tokens departed."""
+        """[T, .], in the order in which tokens departed."""
         home = [parcel.arrive(part) for parcel, part in zip(self.parcels, travelling, strict=True)]
         return home[0] if len(home) == 1 else torch.cat(home)

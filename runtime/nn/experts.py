@@ -21,6 +21,8 @@ class Experts(nn.Module):
     gate_up: [E, 2F, H], gate rows first, or up: [E, F, H]; down: [E, H, F]. bias: of every projection, [E, 2F] (or
     [E, F]) and [E, H].
 
+    act: None where another block computes something between the two projections (`into`, `out_of`) itself.
+
     forward(x, counts): x [M, H] sorted by expert, counts [E] int64 rows of each -> [M, H], zero behind the last.
     Rows that come in parts are computed within one call, so that the parameters are gathered once and their gradients
     reduced once: forward(parts, None, through) is through(self, parts), which calls `compute`.
@@ -30,12 +32,16 @@ class Experts(nn.Module):
 
     joined_matrices: ClassVar = {"gate_up": 2}  # an optimizer of matrices takes gate and up apart
 
-    def __init__(self, experts: int, hidden: int, width: int, act: Gate, is_gated: bool = True, bias: bool = False):
+    def __init__(
+        self, experts: int, hidden: int, width: int, act: Gate | None, is_gated: bool = True, bias: bool = False
+    ):
         super().__init__()
-        if not is_gated and not isinstance(act, str):
+        if act is None and is_gated:
+            raise ValueError("a gate needs an activation")
+        if not is_gated and not isinstance(act, str | None):
             raise ValueError(f"{type(act).__name__} is the gate of a gated feed-forward layer; these experts have none")
         self.experts, self.hidden, self.width, self.is_gated = experts, hidden, width, is_gated
-        self.act: Gate = act
+        self.act: Gate | None = act
         if is_gated:
             self.gate_up = nn.Parameter(torch.empty(experts, 2 * width, hidden))
         else:
@@ -61,6 +67,14 @@ class Experts(nn.Module):
             return merged(x, counts, self.merge_below, self._in_groups, self._in_a_batch)
         return self._in_groups(x, counts)
 
+    def into(self, x: Tensor, counts: Tensor) -> Tensor:
+        """The first projection alone: x [M, H] sorted by expert, counts: [E] -> [M, F], or [M, 2F] where gated."""
+        return _product(x, self.gate_up if self.is_gated else self.up, self.in_bias, counts)
+
+    def out_of(self, inner: Tensor, counts: Tensor) -> Tensor:
+        """The last projection alone: inner [M, F] sorted by expert, counts: [E] -> [M, H]."""
+        return _product(inner, self.down, self.down_bias, counts)
+
     def _in_groups(self, x: Tensor, counts: Tensor) -> Tensor:
         return self._feed_forward(x, lambda x, weight, bias: _product(x, weight, bias, counts))
 
@@ -70,6 +84,8 @@ class Experts(nn.Module):
 
     def _feed_forward(self, x: Tensor, product: Callable[[Tensor, Tensor, Tensor | None], Tensor]) -> Tensor:
         inner = product(x, self.gate_up if self.is_gated else self.up, self.in_bias)
+        if self.act is None:
+            raise ValueError("these experts have nothing between their projections; another block uses them")
         if self.is_gated:
             gate, up = inner.chunk(2, -1)
             inner = gated(self.act, gate, up)

@@ -6,21 +6,21 @@ from typing import ClassVar, Literal
 import torch
 from torch import Tensor, nn
 
-from .capacity import Capacity, padded, within_capacity
+from .capacity import padded
 from .context import Context
-from .expert_parallel import Exchange
 from .experts import Experts
 from .feed_forward import FeedForward, GatedFeedForward
 from .layer_norm import LayerNorm
 from .linear import reset_linear
 from .norm import RMSNorm, ScaledFirstRMSNorm
 from .permutation import Weigh, sorted_copies, through_experts
+from .routed import Routed
 from .router import Routing
 
 Norm = RMSNorm | ScaledFirstRMSNorm | LayerNorm
 
 
-class MixtureOfExperts(nn.Module):
+class MixtureOfExperts(Routed):
     """x: [T, H] -> [T, H], the weighted sum over each token's top_k experts, and the shared feed-forward layer.
 
         z = latent_norm(into x)           where latent is given: the experts are that wide; else z = x
@@ -30,9 +30,6 @@ class MixtureOfExperts(nn.Module):
         result = output_norm(y)           y / 2 where `average`: the mean of what is routed and what is shared
 
     spare: what the classes of the router beyond the experts give: nothing ("zero"), or their input ("identity").
-    `capacity` limits how many copies an expert takes; None for no limit.
-    `exchange` is set by parallelisation: the ranks that share the experts, None when each rank has them all.
-    `expert_counts` [E] int64 holds the copies of this rank's tokens per expert, of the last forward pass.
     """
 
     lora_targets = ("into", "out_of")
@@ -56,10 +53,8 @@ class MixtureOfExperts(nn.Module):
         bias: bool = False,
     ):
         """hidden: the width of the stream where it is not that of the experts: they are reached by projections."""
-        super().__init__()
-        if router.experts < experts.experts:
-            raise ValueError(f"a router over {router.experts} classes cannot reach {experts.experts} experts")
-        self.router, self.experts, self.shared = router, experts, shared
+        super().__init__(router, experts)
+        self.shared = shared
         self.average, self.weigh, self.spare = average, weigh, spare
         self.latent_norm, self.expert_norm = latent_norm, expert_norm
         self.routed_norm, self.output_norm = routed_norm, output_norm
@@ -68,9 +63,6 @@ class MixtureOfExperts(nn.Module):
         self.out_of = nn.Linear(width, stream, bias=latent_bias) if hidden is not None else None
         self.gate = nn.Linear(stream, 1, bias=False) if shared_gate else None
         self.bias = nn.Parameter(torch.empty(stream)) if bias else None
-        self.exchange: Exchange | None = None
-        self.capacity: Capacity | None = None
-        self.expert_counts: Tensor | None = None
 
     @property
     def uses_context(self) -> bool:
@@ -91,7 +83,7 @@ class MixtureOfExperts(nn.Module):
         if self.latent_norm is not None:
             z = self.latent_norm(z)
         count = self.experts.experts
-        self.expert_counts = torch.bincount(index.flatten(), minlength=self.router.experts)[:count]
+        self._count(index)
 
         # Tokens travel while the shared experts compute.
         limit, aimed = self._limited(index, weights)
@@ -119,13 +111,6 @@ class MixtureOfExperts(nn.Module):
         if self.average:
             y = y / 2
         return y if self.output_norm is None else self.output_norm(y)
-
-    def _limited(self, index: Tensor, weights: Tensor) -> tuple[int | None, Tensor]:
-        """(copies that an expert takes, or None for all; the index without those over it)."""
-        if self.capacity is None:
-            return None, index
-        limit = self.capacity.of(index.shape[0], index.shape[1], self.experts.experts)
-        return limit, within_capacity(index, weights, self.experts.experts, limit)
 
     def _shared(self, x: Tensor, weights: Tensor) -> Tensor:
         assert self.shared is not None

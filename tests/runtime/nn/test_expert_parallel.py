@@ -12,7 +12,10 @@ import torch
 
 from dayzero.runtime.nn.capacity import Capacity
 
-FORMS = ("plain", "biases", "hash", "shared", "weighed-shared", "latent", "input", "identity", "zero", "all", "one")
+FORMS = (
+    "plain", "biases", "hash", "shared", "weighed-shared", "latent", "input", "identity", "zero", "all", "one",
+    "attention",
+)  # fmt: skip
 ALL_TO_FIVE = {expert: 40.0 if expert == 5 else -40.0 for expert in range(8)}
 CASES = {
     **{f"{form}-{parts}": (form, {"parts": parts}) for form in FORMS for parts in (1, 3)},
@@ -27,6 +30,8 @@ CASES = {
     "duplicates": ("biases", {"hosts": [(0, 1), (1, 1), (7, 0)]}),
     "duplicates-merged-recomputed": ("input", {"hosts": [(5, 0)], "merge": 3, "parts": 2, "recomputed": True}),
     "duplicates-gathered": ("all", {"hosts": [(0, 1), (6, 0)], "dispatcher": "allgather"}),
+    "attention-duplicates": ("attention", {"hosts": [(0, 1), (6, 0)], "recomputed": True}),
+    "attention-padded": ("attention", {"capacity": Capacity(1.2, pad=True), "parts": 2}),
     "dropped": ("plain", {"capacity": Capacity(0.6)}),
     "dropped-gathered": ("identity", {"capacity": Capacity(0.6), "dispatcher": "allgather"}),
     "padded": ("shared", {"capacity": Capacity(1.2, pad=True), "parts": 2}),
