@@ -28,8 +28,8 @@ from dayzero.runtime.nn.promote import Promote
 
 __all__ = [
     "ForceTopK", "Promote", "Reads", "UnknownArchitecture", "build", "constructed_with", "encoder_path", "inputs",
-    "load_config",    "model_class", "never_trained", "on_disk", "quiet", "redraw", "replaced", "run", "state_of", "text_config",
-    "text_model", "text_prefix",
+    "load_config", "model_class", "never_trained", "on_disk", "quiet", "redraw", "replaced", "run", "state_of",
+    "text_config", "text_model", "text_prefix",
 ]  # fmt: skip
 
 

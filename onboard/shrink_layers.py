@@ -14,7 +14,7 @@ from typing import Any
 from torch import nn
 
 from dayzero.onboard.config_fields import SIZES
-from dayzero.onboard.reference import UnknownArchitecture, build, text_config
+from dayzero.onboard.reference import UnknownArchitecture, build, encoder_path, text_config
 from dayzero.runtime.errors import InputError
 
 Signature = tuple[tuple[str, Any], ...]
@@ -25,9 +25,13 @@ _COUNTS = {*SIZES["layers"], "encoder_layers", "decoder_layers", "num_encoder_la
 
 def layer_list(model: nn.Module) -> nn.ModuleList:
     """The layers of the language model: of the lists beside its embedding that no other list holds, the heaviest, and
-    the last of those. Raises UnknownArchitecture for a model without one, InputError where its config counts none."""
+    the last of those; of an encoder-decoder, the decoder's. Raises UnknownArchitecture for a model without one, InputError where its config counts none."""
     best, weight = None, -1
+    path = encoder_path(model) if hasattr(model, "config") else None
+    apart = set() if path is None else set(model.get_submodule(path).modules())
     for found in _outer_lists(_text_part(model)):
+        if found in apart:
+            continue
         held = sum(parameter.numel() for parameter in found.parameters())
         if held >= weight:
             best, weight = found, held
