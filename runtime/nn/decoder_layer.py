@@ -2,12 +2,20 @@
 
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
-from typing import overload
+from typing import NamedTuple, overload
 
 from torch import Tensor, nn
 
 from .context import Context
-from .wiring import PAST, inputs_of, terms_of, weighted_sum
+from .loop import MESSAGE
+from .wiring import PAST, Terms, inputs_of, terms_of, weighted_sum
+
+
+class _Wiring(NamedTuple):
+    """steps: (name of the value, part that makes it, the sums that it reads), in order. gives: what the layer gives."""
+
+    steps: tuple[tuple[str, str, tuple[Terms, ...]], ...]
+    gives: Terms
 
 
 class DecoderLayer(nn.Module):
@@ -28,6 +36,11 @@ class DecoderLayer(nn.Module):
 
     shared: parts that other layers have too. They belong to the model, which holds their parameters once; this is use
     number `use` of them, as their context says.
+
+    again: of a layer that runs several times (`Loop`), how it is wired in passes after the first, where that differs:
+    value -> (the part that makes it, what that reads), in order. A part may run more than once, and there may be parts
+    that only run here. "message.0", "message.1", ... are what the layer is handed of the pass before. again_gives: the
+    sum that it then returns.
     """
 
     def __init__(
@@ -38,31 +51,30 @@ class DecoderLayer(nn.Module):
         keeps: str = "",
         shared: Mapping[str, nn.Module] | None = None,
         use: int = 0,
+        again: Mapping[str, tuple[str, str]] | None = None,
+        again_gives: str = "",
     ):
         super().__init__()
-        known = {"x", PAST}
-        for name, text in (*reads.items(), ("", gives), *([("", keeps)] if keeps else [])):
-            for terms in inputs_of(text):
-                if missing := [term for term, _ in terms if term.partition(".")[0] not in known]:
-                    raise ValueError(f"{name or 'the layer'} reads {missing[0]}, which is no part before it")
-                if len(terms) > 1 and any(term == PAST for term, _ in terms):
-                    raise ValueError(f"{name or 'the layer'} adds to {PAST}, which is no single value")
-            known.add(name)
         # In a dict, which registers no modules.
         self.shared, self.use = dict(shared or {}), use
-        if reads.keys() != parts.keys() | self.shared.keys() or parts.keys() & self.shared.keys():
-            raise ValueError(f"parts {sorted((*parts, *self.shared))} are wired as {sorted(reads)}")
-        self.wiring = tuple((name, inputs_of(text)) for name, text in reads.items())
-        self.gives = terms_of(gives)
+        self.wiring = _wired({name: (name, text) for name, text in reads.items()}, gives, keeps, {"x", PAST})
+        self.again = None if again is None else _wired(again, again_gives, keeps, {"x", PAST, MESSAGE})
         self.keeps = terms_of(keeps) if keeps else None
-        for name in reads:
-            if name in parts:
+        wired = [*reads, *(part for part, _ in (again or {}).values() if part not in reads)]
+        if set(wired) != parts.keys() | self.shared.keys() or parts.keys() & self.shared.keys():
+            raise ValueError(f"parts {sorted((*parts, *self.shared))} are wired as {sorted(set(wired))}")
+        for name in wired:
+            if name in parts and name not in self._modules:
                 self.add_module(name, parts[name])
 
     def all_parts(self) -> Iterator[tuple[str, nn.Module]]:
         """Its own parts and those that it shares, by name in the order in which they run."""
-        for name, _ in self.wiring:
-            yield name, self.shared[name] if name in self.shared else self.get_submodule(name)
+        steps = (*self.wiring.steps, *(self.again.steps if self.again is not None else ()))
+        for name in dict.fromkeys(part for _, part, _ in steps):
+            yield name, self._part(name)
+
+    def _part(self, name: str) -> nn.Module:
+        return self.shared[name] if name in self.shared else self.get_submodule(name)
 
     @overload
     def forward(self, x: Tensor, context: Context) -> Tensor: ...
@@ -71,18 +83,36 @@ class DecoderLayer(nn.Module):
     def forward(self, x: Tensor | tuple[Tensor, ...], context: Context) -> Tensor | tuple[Tensor, ...]:
         past, stream = (x[:-1], x[-1]) if isinstance(x, tuple) else ((), x)
         values = {"x": stream, **{f"{PAST}.{number}": kept for number, kept in enumerate(past)}}
-        for (name, inputs), (_, part) in zip(self.wiring, self.all_parts(), strict=True):
+        message = context.shared.get(MESSAGE)
+        values |= {f"{MESSAGE}.{number}": value for number, value in enumerate(message or ())}
+        wiring = self.wiring if message is None or self.again is None else self.again
+        for name, runs, inputs in wiring.steps:
+            part = self._part(runs)
             read: list[Tensor] = []
             for terms in inputs:
                 read += past if terms[0][0] == PAST else [weighted_sum(terms, values)]
-            own = replace(context, use=self.use) if name in self.shared else context
+            own = replace(context, use=self.use) if runs in self.shared else context
             out = part(*read, own) if getattr(part, "uses_context", False) else part(*read)
             if isinstance(out, tuple):
                 values |= {f"{name}.{number}": value for number, value in enumerate(out)}
             else:
                 values[name] = out
-        given = weighted_sum(self.gives, values)
+        given = weighted_sum(wiring.gives, values)
         if not isinstance(x, tuple):
             return given
         kept = () if self.keeps is None else (weighted_sum(self.keeps, values),)
         return *past, *kept, given
+
+
+def _wired(steps: Mapping[str, tuple[str, str]], gives: str, keeps: str, known: set[str]) -> _Wiring:
+    """steps: value -> (part, what it reads). Raises ValueError for a sum of what is not there."""
+    known = set(known)
+    texts = [(name, text) for name, (_, text) in steps.items()]
+    for name, text in (*texts, ("", gives), *([("", keeps)] if keeps else [])):
+        for terms in inputs_of(text):
+            if missing := [term for term, _ in terms if term.partition(".")[0] not in known]:
+                raise ValueError(f"{name or 'the layer'} reads {missing[0]}, which is no part before it")
+            if len(terms) > 1 and any(term == PAST for term, _ in terms):
+                raise ValueError(f"{name or 'the layer'} adds to {PAST}, which is no single value")
+        known.add(name)
+    return _Wiring(tuple((name, part, inputs_of(text)) for name, (part, text) in steps.items()), terms_of(gives))
