@@ -163,9 +163,7 @@ def _layer_kind(
 
     held = []
     for part in like.parts:
-        inside = part.unit.path
-        if isinstance(part.unit.call, ChainCall):
-            inside = f"{part.unit.call.first} to {inside}"
+        inside = part.unit.call.name if isinstance(part.unit.call, ChainCall) else part.unit.path
         where = f"{path}.{{layer}}.{inside}".rstrip(".")
         block = _block(part.attempt, layer.get_submodule(part.path), config, where)
         block = with_tables(block, part.tables)

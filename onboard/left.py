@@ -12,6 +12,7 @@ from dayzero.runtime.nn.carried_router import STATE
 from dayzero.runtime.nn.distance_bias import BIAS
 from dayzero.runtime.nn.handed_routing import INDEX, WEIGHTS
 from dayzero.runtime.nn.latent_attention import LATENTS, SELECTED
+from dayzero.runtime.nn.layer_inputs import LAYER_INPUT
 
 
 def left_by_earlier(call: Call) -> dict[str, Tensor]:
@@ -25,7 +26,7 @@ def left_by_earlier(call: Call) -> dict[str, Tensor]:
     for name, (key, value) in handed_heads(call).items():
         shared[KEYS + name], shared[VALUES + name] = (part.transpose(1, 2).flatten(0, 1) for part in (key, value))
     if (state := handed_state(call)) is not None:
-        shared[STATE] = state
+        shared[STATE] = shared[LAYER_INPUT] = state
     if (routing := handed_routing(call)) is not None:
         shared[INDEX], shared[WEIGHTS] = routing
     if (bias := handed_bias(call)) is not None:

@@ -186,8 +186,21 @@ def _floating(args: Any, output: Any) -> bool:
     return any(isinstance(x, torch.Tensor) and x.is_floating_point() and x.numel() > 0 for x in flat)
 
 
+_RUNNING: list[_Recorder] = []
+
+
 def trace(function: Callable[[], Any]) -> Operations:
     """The operations of one call."""
     with torch.no_grad(), _Recorder() as recorder:
-        function()
+        _RUNNING.append(recorder)
+        try:
+            function()
+        finally:
+            _RUNNING.pop()
     return recorder.operations
+
+
+def forget() -> None:
+    """What is traced begins here: of what ran before, a part of a module's code, nothing is noted."""
+    for recorder in _RUNNING[-1:]:
+        recorder.operations = Operations()

@@ -26,13 +26,31 @@ class PartSpec(Record):
     shared: bool = Field(default=False, exclude_if=lambda shared: not shared)
 
 
+class StepSpec(Record):
+    """A value of a later pass: the part that makes it, and what that reads."""
+
+    name: str
+    part: str
+    reads: str
+
+
+class AgainSpec(Record):
+    """How a layer that runs several times is wired in passes after the first (`runtime.nn.DecoderLayer`). parts: those
+    that run only then, each with what it reads the first time."""
+
+    parts: list[PartSpec]
+    steps: list[StepSpec]
+    gives: str
+
+
 class LayerKind(Record):
     """A kind of decoder layer: its parts in the order in which they run, and the sum that it gives. keeps: the sum that
-    it keeps for later layers, where they look back (`ModelSpec.history`)."""
+    it keeps for later layers, where they look back (`ModelSpec.history`). again: its other wiring in later passes."""
 
     parts: list[PartSpec]
     gives: str
     keeps: str = Field(default="", exclude_if=lambda keeps: not keeps)
+    again: AgainSpec | None = Field(default=None, exclude_if=lambda again: again is None)
 
     @classmethod
     def pre_norm(cls, mixer_norm: BlockSpec, mixer: BlockSpec, ffn_norm: BlockSpec, ffn: BlockSpec) -> "LayerKind":
@@ -50,7 +68,12 @@ class LayerKind(Record):
     @property
     def blocks(self) -> dict[str, BlockSpec]:
         """Part name -> block."""
-        return {part.name: part.block for part in self.parts}
+        return {part.name: part.block for part in self.all_parts}
+
+    @property
+    def all_parts(self) -> list[PartSpec]:
+        """Those of the first pass, then those that run only in later ones."""
+        return [*self.parts, *(self.again.parts if self.again is not None else ())]
 
     def build(
         self,
@@ -61,9 +84,11 @@ class LayerKind(Record):
         """The layer itself, parameters uninitialised. lifted: classes of the model's lifted source. shared: its shared
         parts, of which it is use number `use`; where they are not given it has its own."""
         held = shared or {}
-        parts = {part.name: part.block.build(lifted) for part in self.parts if part.name not in held}
+        parts = {part.name: part.block.build(lifted) for part in self.all_parts if part.name not in held}
         reads = {part.name: part.reads for part in self.parts}
-        return nn.DecoderLayer(parts, reads, self.gives, self.keeps, held, use)
+        again = None if self.again is None else {step.name: (step.part, step.reads) for step in self.again.steps}
+        gives = "" if self.again is None else self.again.gives
+        return nn.DecoderLayer(parts, reads, self.gives, self.keeps, held, use, again, gives)
 
     def build_shared(self, lifted: Mapping[str, type] | None = None) -> dict[str, torch_nn.Module]:
         """The parts that other layers have too, by name."""
@@ -78,6 +103,20 @@ class LayerRun(Record):
     count: int
     kind: int
     shared: int | None = Field(default=None, exclude_if=lambda shared: shared is None)
+
+
+class LoopSpec(Record):
+    """Layers that run several times: `runtime.nn.Loop`."""
+
+    first: int
+    count: int
+    passes: int
+    restarts: bool = False
+    message: BlockSpec | None = None
+
+    def build(self, lifted: Mapping[str, type] | None = None) -> nn.Loop:
+        message = None if self.message is None else self.message.build(lifted)
+        return nn.Loop(self.first, self.count, self.passes, self.restarts, message)
 
 
 class SourceSpec(Record):
@@ -203,7 +242,9 @@ class ModelSpec(Record):
     head_rows: int | None = Field(default=None, exclude_if=lambda rows: rows is None)
     history: bool = Field(default=False, exclude_if=lambda history: not history)
     positions: BlockSpec | None = Field(default=None, exclude_if=lambda positions: positions is None)
+    layer_inputs: BlockSpec | None = Field(default=None, exclude_if=lambda inputs: inputs is None)
     encoder: EncoderSpec | None = Field(default=None, exclude_if=lambda encoder: encoder is None)
+    loop: LoopSpec | None = Field(default=None, exclude_if=lambda loop: loop is None)
     layer_kinds: list[LayerKind]
     layers: list[LayerRun]
     shared: list[int] = Field(default_factory=list, exclude_if=lambda shared: not shared)
@@ -293,6 +334,7 @@ class ModelSpec(Record):
             history=self.history,
             head_rows=self.head_rows,
             positions=built(self.positions),
+            layer_inputs=built(self.layer_inputs),
             encoder=None if self.encoder is None else self._encoder(self.encoder, lifted),
         )
 
@@ -313,6 +355,7 @@ class ModelSpec(Record):
         outside = [
             self.norm,
             *(block for block in (self.embed_norm, self.merge, self.query_scale, self.positions) if block is not None),
+            *([self.layer_inputs] if self.layer_inputs is not None else []),
             *self.rotaries,
         ]
         if self.encoder is not None:

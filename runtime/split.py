@@ -52,6 +52,10 @@ class Split:
         found = F.embedding((ids - self.vocabulary).clamp(0, weight.shape[0] - 1), weight)
         return summed_rows(torch.where(inside[:, None], found, found.new_zeros(())), self.rows)
 
+    def own(self, ids: Tensor) -> Tensor:
+        """The rank's own rows of [T] of the whole batch."""
+        return ids[self.part.own][self.rows.own]
+
     def context(self, context: Context) -> Context:
         """Of this rank's part."""
         if self.cp is None:

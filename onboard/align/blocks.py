@@ -19,6 +19,7 @@ from dayzero.onboard.align.ladder import THRESHOLDS, Rung, judge
 from dayzero.onboard.align.loading import NotLoaded, loaded_pair
 from dayzero.onboard.calls import Call, record_calls
 from dayzero.onboard.candidates.evidence import Candidate, Site, site_of
+from dayzero.onboard.chains import chain_at
 from dayzero.onboard.expressions import NoRule, StoredValues, express
 from dayzero.onboard.handed import tables_in
 from dayzero.onboard.prove import TOLERANCE, Attempt, attempt, relative_error
@@ -132,10 +133,12 @@ class SideBySide:
         known: set[str] = set()
         for place in _alone(places(self.generated, self.ours), self.ours, self.ids, self.calls):
             key = re.sub(r"\d+", "*", place.both) + place.spec.model_dump_json(exclude={"proof"})
-            if place.path not in self.calls or key in known or not place.alone:
+            call = self.calls.get(place.path) or chain_at(self.calls, place.path)
+            if call is None or key in known or not place.alone:
                 continue
             known.add(key)
-            site = site_of(self.calls, place.path, text_config(self.reference))
+            site = site_of(self.calls, call.path, text_config(self.reference))
+            site.call = call
             if place.joined:
                 site.call = as_streams(site.call, self.generated.spec.streams)
             yield place, _Site(site.call, site.inner, site.config, self.tables)

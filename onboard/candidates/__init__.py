@@ -25,6 +25,7 @@ from dayzero.onboard.candidates.latent_attention import propose_latent_attention
 from dayzero.onboard.candidates.layer_inputs import propose_gated_layer_input
 from dayzero.onboard.candidates.linear_attention import propose_lightning_attention
 from dayzero.onboard.candidates.matrix_memory import propose_mlstm
+from dayzero.onboard.candidates.mixture_of_attention import propose_mixture_of_attention
 from dayzero.onboard.candidates.moe import propose_moe
 from dayzero.onboard.candidates.norm import propose_norm
 from dayzero.onboard.candidates.projections import propose_projection
@@ -47,6 +48,7 @@ PROPOSERS: dict[str, tuple[Callable[[Site], list[Candidate]], ...]] = {
         propose_relative_attention,
         propose_distance_bias,
         propose_sparse_attention,
+        propose_mixture_of_attention,
         propose_delta_rule,
         propose_mamba2,
         propose_mamba,

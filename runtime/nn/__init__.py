@@ -31,6 +31,7 @@ from .indexed_attention import IndexedAttention
 from .indexer import LightningIndexer
 from .joint_router import JointRouter
 from .latent_attention import LatentAttention
+from .layer_inputs import GatedLayerInput, LayerInputs
 from .layer_norm import LayerNorm
 from .lifted import Inside, Lifted
 from .lifted_router import LiftedRouter
@@ -87,6 +88,7 @@ BLOCKS = {
         GatedConnection,
         GatedDeltaNet,
         GatedFeedForward,
+        GatedLayerInput,
         GatedRMSNorm,
         GroupLimit,
         GroupedQueryAttention,
@@ -98,6 +100,7 @@ BLOCKS = {
         IndexedAttention,
         JointRouter,
         LatentAttention,
+        LayerInputs,
         LayerNorm,
         LeaveRouting,
         Lifted,
@@ -153,6 +156,7 @@ __all__ = [
     "GatedConnection",
     "GatedDeltaNet",
     "GatedFeedForward",
+    "GatedLayerInput",
     "GatedRMSNorm",
     "GatedShortConvolution",
     "GroupLimit",
@@ -165,6 +169,7 @@ __all__ = [
     "Inside",
     "JointRouter",
     "LatentAttention",
+    "LayerInputs",
     "LayerNorm",
     "LeaveRouting",
     "Lifted",

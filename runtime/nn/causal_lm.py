@@ -11,6 +11,7 @@ from dayzero.runtime.loss import Head, summed_cross_entropy
 
 from .context import Context, Source, lengths_of, positions_of
 from .encoder import Encoder
+from .layer_inputs import LAYER_INPUT
 
 if TYPE_CHECKING:
     from dayzero.runtime.split import Split
@@ -56,6 +57,7 @@ class CausalLM(nn.Module):
         head_rows: int | None = None,
         encoder: Encoder | None = None,
         positions: nn.Module | None = None,
+        layer_inputs: nn.Module | None = None,
         shared: Sequence[Mapping[str, nn.Module]] = (),
     ):
         super().__init__()
@@ -72,6 +74,7 @@ class CausalLM(nn.Module):
         self.head = None if tied else nn.Linear(hidden, rows, bias=False)
         self.head_bias = nn.Parameter(torch.empty(rows)) if head_bias else None
         self.encoder, self.positions = encoder, positions
+        self.layer_inputs = layer_inputs
         self.split: Split | None = None
 
     @property
@@ -118,13 +121,15 @@ class CausalLM(nn.Module):
         context = Context(cu_seqlens, lengths, position, tables, ids, shared, states)
         if self.split is not None:
             context = self.split.context(context)  # type: ignore[arg-type]
+        inputs = self._layer_inputs(x, ids)
         if self.streams > 1:
             x = x[:, None].expand(-1, self.streams, -1)
         if self.history:
             x = (x,)
-        for layer in self.layers:
+        for number, layer in enumerate(self.layers):
             # Each has its own view of what earlier ones left: recomputed later, it finds what it found the first time.
-            context = replace(context, shared=dict(context.shared))
+            own = {} if inputs is None else {LAYER_INPUT: inputs[:, number]}
+            context = replace(context, shared={**context.shared, **own})
             x = layer(x, context)
         if self.merge is not None:
             x = self.merge(*x) if isinstance(x, tuple) else self.merge(x)
@@ -134,6 +139,12 @@ class CausalLM(nn.Module):
         if self.split is not None:
             return self.split.logits(x, head) if labels is None else self.split.loss(x, head, labels, loss_chunk)
         return head.logits(x) if labels is None else summed_cross_entropy(x, head, labels, loss_chunk)
+
+    def _layer_inputs(self, x: Tensor, ids: Tensor) -> Tensor | None:
+        """[T, layers, P] of the rank's own rows, x."""
+        if self.layer_inputs is None:
+            return None
+        return self.layer_inputs(x, ids if self.split is None else self.split.own(ids))
 
     def _encoded(self, ids: Tensor, cu_seqlens: Tensor) -> Source:
         assert self.encoder is not None

@@ -5,11 +5,18 @@ from torch import Tensor, nn
 
 
 class ChannelScale(nn.Module):
-    """y = x * weight.  x: [T, H] -> [T, H]; width is H, or 1 for one factor for all channels."""
+    """y = x * weight.  x: [T, H] -> [T, H]; width is H, or 1 for one factor for all channels.
 
-    def __init__(self, width: int):
+    trained: False for factors that the checkpoint holds and no optimizer sees.
+    """
+
+    def __init__(self, width: int, trained: bool = True):
         super().__init__()
-        self.weight = nn.Parameter(torch.empty(width))
+        weight = torch.empty(width)
+        if trained:
+            self.weight = nn.Parameter(weight)
+        else:
+            self.register_buffer("weight", weight)
 
     def reset_parameters(self, std: float) -> None:
         nn.init.ones_(self.weight)
