@@ -100,6 +100,10 @@ def specify_checkpoint(
     unread = [field for field in specification.unread if field not in ignored]
     claims = [claim for claim in specification.claims if not {claim.field, claim.field.split(".")[0]} & ignored.keys()]
     harmless = [finding for claim in claims for finding in _harmless(claim)]
+    copied = "its code is copied as it is, and trains what it computes"
+    harmless += [
+        finding("contradiction", f"{module}: {wrong}", copied) for module, wrong in specification.contradictions.items()
+    ]
     ledger = ledger.model_copy(update={"unread_config": unread, "findings": [*ledger.findings, *harmless]})
     held = ConfigView(checkpoint.config)
     open_items = [
@@ -188,16 +192,18 @@ def climb(
 
 def _blocks_rung(specification: Specification) -> Rung:
     """L1: what the search proved, and the generated blocks once more. A warning where a config field changes the
-    reference in a way that only its present value is proven for."""
+    reference in a way that only its present value is proven for, and where the reference contradicts itself."""
     rung = judge({tried.module: tried.error for tried in specification.tried}, THRESHOLDS["L1"])
     with tempfile.TemporaryDirectory() as folder:
         again = blocks_rung(load_shrunk(specification, Path(folder)), specification.shrunk_config)
     if rung.verdict == "PASS":
         rung = again.model_copy(update={"details": rung.details + again.details})
     open_fields = sorted({item.field for item in specification.interventions if item.effect == "unexplained"})
-    if rung.verdict != "PASS" or not open_fields:
+    said = [f"{module}: {wrong}" for module, wrong in specification.contradictions.items()]
+    said += [f"proven at the present {', '.join(open_fields)} only"] if open_fields else []
+    if rung.verdict != "PASS" or not said:
         return rung
-    return rung.model_copy(update={"verdict": "WARN", "where": f"proven at the present {', '.join(open_fields)} only"})
+    return rung.model_copy(update={"verdict": "WARN", "where": "; ".join(said)})
 
 
 def _with_real_weights(

@@ -6,7 +6,8 @@ from typing import Any
 from torch import nn
 
 from dayzero.onboard.align.ladder import rounded_up
-from dayzero.onboard.candidates import Evidence
+from dayzero.onboard.candidates import Candidate, Evidence
+from dayzero.onboard.candidates.equality import CLOSE
 from dayzero.onboard.candidates.rotary import TOLERANCE as ROTARY_TOLERANCE
 from dayzero.onboard.chains import ChainCall
 from dayzero.onboard.lift import merge as merged_source
@@ -62,6 +63,7 @@ def specification_of(
         history=parts.history or proven.keeps_first,
         head_rows=_head_rows(embed, head),
         merge=merge,
+        positions=_positions(proven.positions, parts.positions, model, config),
         encoder=encoder,
         layer_kinds=kinds,
         layers=runs,
@@ -110,7 +112,16 @@ def _encoder(model: nn.Module, config: Any, encoder: ProvenEncoder, kinds: list[
         norm=_block(encoder.norm, model.get_submodule(parts.norm), config, parts.norm),
         own_embedding=encoder.own_embedding,
         embed_scale=encoder.embed_scale.resolve(model.get_submodule(parts.embed), config),
+        positions=_positions(encoder.positions, parts.positions, model, config),
     )
+
+
+def _positions(candidate: Candidate | None, path: str | None, model: nn.Module, config: Any) -> BlockSpec | None:
+    """What is added to embeddings, as a block."""
+    if candidate is None or path is None:
+        return None
+    proof = Proof(status="proven", module=path, error=CLOSE, evidence=candidate.describe())
+    return candidate.spec(model.get_submodule(path), config).model_copy(update={"proof": proof})
 
 
 def encoder_follows(model: nn.Module, encoder: ProvenEncoder) -> list[int]:

@@ -15,6 +15,7 @@ from dayzero.onboard.candidates import Candidate, Evidence, Site, site_of
 from dayzero.onboard.candidates.evidence import literal, size
 from dayzero.onboard.candidates.factor import explain_factor, explain_in_all
 from dayzero.onboard.candidates.position_scale import propose_position_scale
+from dayzero.onboard.candidates.positions import propose_positions
 from dayzero.onboard.candidates.routing import routing_call
 from dayzero.onboard.contradiction import contradiction
 from dayzero.onboard.discover import ModelParts, discover
@@ -58,6 +59,7 @@ class _Prover:
         self.attempts: dict[str, list[Attempt]] = {}
         self.known: dict[tuple, Attempt | None] = {}
         self.unproven: dict[str, Unproven] = {}
+        self.contradictions: dict[str, str] = {}
 
     def best(
         self, roles: tuple[str, ...], path: str, signature: tuple, joined: bool = False, call: Call | None = None
@@ -90,7 +92,7 @@ class _Prover:
                 kind = type(self.calls[path].module).__name__
                 why = f"no block reproduces {kind}" if tried else f"no block here is like {kind}"
                 if "ffn" in roles and (wrong := _contradiction(site)):
-                    raise NotProven([Unproven(path, wrong, tried)])
+                    self.contradictions[path] = why = wrong
                 self.unproven[path] = Unproven(path, why, tried)
         return self.known[key]
 
@@ -129,7 +131,8 @@ class _Prover:
 
 
 def _contradiction(site: Site) -> str | None:
-    """What is wrong with the reference itself, where that can be said: it is neither fitted nor copied."""
+    """What is wrong with the reference itself, where that can be said: no block is fitted to it, and of its own code,
+    copied, it is told."""
     with contextlib.suppress(RuntimeError, ValueError, IndexError, KeyError):
         return contradiction(site)
     return None
@@ -156,7 +159,8 @@ def prove_model(
     signatures = layer_signatures(reference)
     unproven: list[Unproven] = []
     layers = _prove_layers(prover, rotaries, parts.layers, signatures, unproven)
-    encoder = None if parts.encoder is None else _prove_encoder(prover, rotaries, reference, parts, unproven)
+    positions = _positions(prover, parts.positions, ids, unproven)
+    encoder = None if parts.encoder is None else _prove_encoder(prover, rotaries, reference, parts, ids, unproven)
     # Where no norm follows, the head reads what makes one stream of several.
     merges = parts.streams > 1 and parts.merge is None
     last = as_streams(parts.calls[parts.norm], parts.streams) if merges else None
@@ -193,7 +197,9 @@ def prove_model(
         logit_softcap=_explained(parts.logits.softcap, reference, prover.config),
         logit_rows=_explained(parts.logits.rows, reference, prover.config),
         merge=merge,
+        positions=positions,
         encoder=encoder,
+        contradictions=prover.contradictions,
         keeps_first=keeps_first,
     )
     return proven, prover.attempts
@@ -213,8 +219,23 @@ def _prove_layers(
     return layers
 
 
+def _positions(prover: _Prover, path: str | None, ids: torch.Tensor, unproven: list[Unproven]) -> Candidate | None:
+    """The formula of what is added to the embeddings; None for nothing, or where it stays open."""
+    if path is None:
+        return None
+    found = propose_positions(prover.calls[path], ids, prover.config)
+    if found is None:
+        unproven.append(Unproven(path, "no formula here gives what it adds to the embeddings"))
+    return found
+
+
 def _prove_encoder(
-    prover: _Prover, rotaries: Rotaries, reference: nn.Module, parts: ModelParts, unproven: list[Unproven]
+    prover: _Prover,
+    rotaries: Rotaries,
+    reference: nn.Module,
+    parts: ModelParts,
+    ids: torch.Tensor,
+    unproven: list[Unproven],
 ) -> ProvenEncoder | None:
     """The encoder, layer by layer like a decoder; None where something stays open, which is added to `unproven`."""
     held = parts.encoder
@@ -228,7 +249,8 @@ def _prove_encoder(
     embed = parts.calls[held.embed].module
     own = embed.weight is not parts.calls[parts.embed].module.weight
     scale = explain_factor(held.embed_scale, embed, prover.config)
-    return ProvenEncoder(held, layers, signatures, norm, own, scale)
+    positions = _positions(prover, held.positions, ids, unproven)
+    return ProvenEncoder(held, layers, signatures, norm, own, scale, positions)
 
 
 def _prove_or_lift_layer(prover: _Prover, rotaries: Rotaries, layer: str, signature: Any) -> ProvenLayer:
@@ -244,7 +266,8 @@ def _prove_or_lift_layer(prover: _Prover, rotaries: Rotaries, layer: str, signat
                 inside[path] = attempt.candidate
         attempt = prover.lifted(layer, ("layer", signature, _handed(call)), inside)
         if attempt is None:
-            raise NotProven(_with_own_code(error.unproven, prover.unproven[layer])) from None
+            own = prover.unproven.get(layer)  # none where a layer like it was tried before
+            raise NotProven(_with_own_code(error.unproven, own) if own else error.unproven) from None
         unit = Unit("layer", "", "layer", {"x": 1.0})
         tables = rotaries.indices(call) if uses_tables(attempt.candidate) else []
         part = ProvenPart(unit, attempt, _factors(unit.reads, prover, layer), tables)

@@ -79,8 +79,9 @@ class ProvenEncoder:
 
 @dataclass
 class Proven:
-    """What holds for the shrunk model. positions: of what is added to the embeddings. keeps_first: whether layers read
-    the input of the first one. layer_inputs: of the module that holds the layers."""
+    """What holds for the shrunk model. positions: of what is added to the embeddings. keeps_first: whether
+    layers read the input of the first one. contradictions: module whose code was copied although it does not compute
+    what it says -> what is wrong with it. layer_inputs: of the module that holds the layers."""
 
     parts: ModelParts
     layers: list[ProvenLayer]
@@ -96,6 +97,7 @@ class Proven:
     merge: Attempt | None = None
     positions: Candidate | None = None
     encoder: ProvenEncoder | None = None
+    contradictions: dict[str, str] = field(default_factory=dict)
     keeps_first: bool = False
     layer_inputs: Candidate | None = None
 

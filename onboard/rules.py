@@ -15,6 +15,7 @@ from torch import Tensor
 
 from dayzero.onboard.expressions import NoRule, StoredValues, express, stored_names, tied
 from dayzero.onboard.layer_numbers import at_layers, numbered
+from dayzero.onboard.listed import continued
 from dayzero.onboard.real_sizes import resized_layer
 from dayzero.runtime.spec import RuleSpec, SourceSpec
 from dayzero.runtime.weights import Excerpt, Part, Rule, Source, bind, check_coverage
@@ -147,9 +148,14 @@ def full_rules(
         [name for source in inside[shrunk].values() for name in stored_names(source)] for shrunk in shrunk_layer_of
     ]
     counted = at_layers(names)
+    there: dict[int, list[str]] = defaultdict(list)
+    for name in shapes:
+        if match := _LAYER.match(name):
+            there[int(match.group(1))].append(name[match.end() :])
     for layer, shrunk in enumerate(shrunk_layer_of):
         # Of parts that layers share, the first of them has the parameters.
         has = {name: source for name, source in inside[shrunk].items() if f"layers.{layer}.{name}" in shapes}
+        has |= continued(has, [name for name in there[layer] if name not in has])
         theirs = {name: shapes[f"layers.{layer}.{name}"] for name in has}
         for name, source in resized_layer(has, theirs, sizes).items():
             own = source.renamed(lambda name, layer=layer: counted.get((name, layer), name))

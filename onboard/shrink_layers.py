@@ -25,7 +25,8 @@ _COUNTS = {*SIZES["layers"], "encoder_layers", "decoder_layers", "num_encoder_la
 
 def layer_list(model: nn.Module) -> nn.ModuleList:
     """The layers of the language model: of the lists beside its embedding that no other list holds, the heaviest, and
-    the last of those; of an encoder-decoder, the decoder's. Raises UnknownArchitecture for a model without one, InputError where its config counts none."""
+    the last of those; of an encoder-decoder, the decoder's. Raises UnknownArchitecture for a model without one,
+    InputError where its config counts none."""
     best, weight = None, -1
     path = encoder_path(model) if hasattr(model, "config") else None
     apart = set() if path is None else set(model.get_submodule(path).modules())

@@ -10,6 +10,7 @@ from contextlib import suppress
 from typing import Any
 
 import torch
+from pydantic import Field
 from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
@@ -64,7 +65,8 @@ class Specification(Record):
     block. unread: config fields that nobody explains. interventions: what became of the model when fields changed.
     claims: what fields say that the reference does not compute with, and whether it is so. towers: patterns of the
     tensors that the reference has no use for when it reads text. replaced: what of the reference's own code was
-    replaced so that it could be proven against, one line each."""
+    replaced so that it could be proven against, one line each. contradictions: module of the reference that does not
+    compute what it says, and was copied as it is -> what is wrong with it."""
 
     spec: ModelSpec
     shrunk: ModelSpec
@@ -75,6 +77,7 @@ class Specification(Record):
     claims: list[Claim]
     towers: list[str]
     replaced: list[str]
+    contradictions: dict[str, str] = Field(default_factory=dict)
 
 
 def specify(
@@ -161,6 +164,7 @@ def specify(
         claims=claims,
         towers=sorted({numberless(name) for name in towers}),
         replaced=replaced(reference),
+        contradictions=proven.contradictions,
     )
 
 
@@ -168,8 +172,8 @@ def idle_on_text(
     reference: nn.Module, ids: torch.Tensor, proven: Proven, stored: dict[str, torch.Tensor]
 ) -> tuple[set[str], dict[str, torch.Tensor]]:
     """The names in `stored`, what transformers writes of the reference, of modules that do not run when it reads text:
-    vision and audio towers, but for what blocks were proven with, such as an expert that no token was given to. They are
-    written once more as NaN, to see under which names they stand.
+    vision and audio towers, but for what blocks were proven with, such as an expert that no token was given to. They
+    are written once more as NaN, to see under which names they stand.
 
     And of tensors that hold something of both, where theirs is: booleans of the tensor's shape."""
     state = reference.state_dict()

@@ -58,6 +58,7 @@ from .short_convolution import GatedShortConvolution
 from .sparse_mixer_router import SparseMixerRouter
 from .top_one_router import TopOneRouter
 
+from .sinusoidal_positions import SinusoidalPositions
 BLOCKS = {
     block.__name__: block
     for block in (
@@ -131,6 +132,7 @@ BLOCKS = {
         StreamMerge,
         TopOneRouter,
     )
+        SinusoidalPositions,
 }
 
 __all__ = [
