@@ -24,7 +24,7 @@ MOST = 64  # candidates handed to the prover
 
 def propose_moe(site: Site) -> list[Candidate]:
     """Mixtures that agree, part by part, with what was captured inside the module."""
-    return propose_moe_around(site, _routers)
+    return propose_moe_around(site, propose_routers)
 
 
 def propose_moe_around(site: Site, routers: Callable[[Parts], Iterator[Candidate]]) -> list[Candidate]:
@@ -70,7 +70,8 @@ def _experts(parts: Parts, width: int) -> Iterator[Candidate]:
             yield candidate
 
 
-def _routers(parts: Parts) -> Iterator[Candidate]:
+def propose_routers(parts: Parts) -> Iterator[Candidate]:
+    """Routers over the parts of a module that route as it was seen to, as far as that was seen."""
     hidden = parts.stream.shape[1]
     if not parts.bank.owner and parts.index is not None:
         yield from _handed(parts, parts.index.shape[1])
