@@ -6,7 +6,9 @@ that can be resolved again on another model: the shrunk one, one with changed co
 """
 
 from collections.abc import Callable
+from functools import partial
 
+from dayzero.onboard.candidates.adapted import propose_adapted
 from dayzero.onboard.candidates.attention import propose_attention
 from dayzero.onboard.candidates.compressed_attention import propose_compressed_attention
 from dayzero.onboard.candidates.convolution import (
@@ -59,8 +61,9 @@ PROPOSERS: dict[str, tuple[Callable[[Site], list[Candidate]], ...]] = {
         propose_time_mix,
         propose_channel_mix,
         propose_mlstm,
+        partial(propose_adapted, proposers=(propose_attention,)),
     ),
-    "ffn": (propose_feed_forward, propose_moe),
+    "ffn": (propose_feed_forward, propose_moe, partial(propose_adapted, proposers=(propose_feed_forward,))),
     "cross": (propose_cross_attention,),
     "routing": (propose_routing,),
     "connection": (propose_connection,),

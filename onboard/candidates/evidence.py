@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from dayzero.onboard.calls import Call
 from dayzero.onboard.handed import context_of, made_already
 from dayzero.onboard.trace import Operations, trace
+from dayzero.onboard.uses import use_of
 from dayzero.runtime.nn import Context
 from dayzero.runtime.nn.lifted import classes_of
 from dayzero.runtime.safetensors_reader import TensorsReader
@@ -185,7 +186,7 @@ class Site:
 
     @cached_property
     def _handed(self) -> Context:
-        return context_of(self.call, self.inner)
+        return replace(context_of(self.call, self.inner), use=use_of(self.module, self.inner))
 
     @cached_property
     def usual(self) -> Tensor:

@@ -4,6 +4,7 @@ Dimension letters: T tokens (all documents of a batch packed end to end), H hidd
 D head size, E experts, K experts per token, F feed-forward width, V vocabulary.
 """
 
+from .adapted import Adapted
 from .affine import Affine, AffineSum
 from .attention import GroupedQueryAttention
 from .attention_residual import AttentionResidual
@@ -36,10 +37,12 @@ from .layer_norm import LayerNorm
 from .lifted import Inside, Lifted
 from .lifted_router import LiftedRouter
 from .lightning_attention import LightningAttention
+from .loop import Loop
 from .mamba import Mamba
 from .mamba2 import Mamba2
-from .mlstm import MLSTM
+from .message_gate import MessageGate
 from .mixture_of_attention import MixtureOfAttention
+from .mlstm import MLSTM
 from .moe import MixtureOfExperts
 from .norm import GatedRMSNorm, RMSNorm, ScaledFirstRMSNorm, SelfGatedRMSNorm
 from .pooled_indexer import MeanPooledIndexer, PooledIndexer
@@ -55,17 +58,19 @@ from .router import Router, Routing
 from .rwkv import ChannelMix, TimeMix
 from .selection import GroupLimit, Normalise
 from .short_convolution import GatedShortConvolution
+from .sinusoidal_positions import SinusoidalPositions
 from .sparse_mixer_router import SparseMixerRouter
 from .top_one_router import TopOneRouter
 
-from .sinusoidal_positions import SinusoidalPositions
 BLOCKS = {
     block.__name__: block
     for block in (
+        Adapted,
         Affine,
         AffineSum,
         AttentionResidual,
         ResidualGate,
+        MessageGate,
         MLSTM,
         TimeMix,
         ChannelMix,
@@ -84,6 +89,7 @@ BLOCKS = {
         DecoderLayer,
         DistanceBiasedAttention,
         Encoder,
+        Loop,
         Experts,
         FeedForward,
         GatedConnection,
@@ -126,18 +132,19 @@ BLOCKS = {
         ScaledFirstRMSNorm,
         SelfGatedRMSNorm,
         SideBySide,
+        SinusoidalPositions,
         SoftcappedGLU,
         SparseMixerRouter,
         StreamMean,
         StreamMerge,
         TopOneRouter,
     )
-        SinusoidalPositions,
 }
 
 __all__ = [
     "BLOCKS",
     "MLSTM",
+    "Adapted",
     "Affine",
     "AffineSum",
     "AttentionResidual",
@@ -178,9 +185,11 @@ __all__ = [
     "LiftedRouter",
     "LightningAttention",
     "LightningIndexer",
+    "Loop",
     "Mamba",
     "Mamba2",
     "MeanPooledIndexer",
+    "MessageGate",
     "MixtureOfAttention",
     "MixtureOfExperts",
     "Normalise",
