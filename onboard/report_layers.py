@@ -28,12 +28,16 @@ def is_lifted(block: BlockSpec) -> bool:
     return any(inner.block == "Lifted" for inner in block.walk())
 
 
-def layers_of(spec: ModelSpec) -> dict[int, list[int]]:
-    """Kind of layer -> its layers, in the order in which kinds first come."""
-    found: dict[int, list[int]] = {}
-    for run in spec.layers:
-        found.setdefault(run.kind, []).extend(range(run.first, run.first + run.count))
-    return found
+def layers_of(spec: ModelSpec) -> list[tuple[str, int, list[int]]]:
+    """("" or "encoder ", kind of layer, its layers) for every kind, in the order in which kinds first come."""
+    stacks = {"encoder ": spec.encoder.layers if spec.encoder is not None else [], "": spec.layers}
+    made: list[tuple[str, int, list[int]]] = []
+    for whose, runs in stacks.items():
+        found: dict[int, list[int]] = {}
+        for run in runs:
+            found.setdefault(run.kind, []).extend(range(run.first, run.first + run.count))
+        made += [(whose, kind, layers) for kind, layers in found.items()]
+    return made
 
 
 def shown(kind: LayerKind, role: str) -> str:
@@ -48,14 +52,14 @@ def _is(part: PartSpec, role: str) -> bool:
 def kinds(spec: ModelSpec) -> list[dict[str, Any]]:
     """For each kind of layer: layers, mixer, ffn, what tells it from the first kind of the same blocks, its parts."""
     made, first = [], {}
-    for number, layers in layers_of(spec).items():
+    for whose, number, layers in layers_of(spec):
         kind = spec.layer_kinds[number]
         mixer, ffn = shown(kind, "mixer"), shown(kind, "ffn")
-        alike = first.setdefault((mixer, ffn), kind)
+        alike = first.setdefault((whose, mixer, ffn), kind)
         made.append(
             {
-                "layers": ranges(layers),
-                "name": _layers(layers),
+                "layers": whose + ranges(layers),
+                "name": whose + _layers(layers),
                 "mixer": mixer,
                 "ffn": ffn,
                 "differs": "" if alike is kind else "; ".join(_differences(alike, kind)),
@@ -113,15 +117,14 @@ def _flat(block: BlockSpec) -> dict[str, str]:
 def uses(spec: ModelSpec) -> list[tuple[BlockSpec, str]]:
     """(block, where the model has it) for every distinct block: "mixer of layers 0-2, 4"."""
     where: list[tuple[BlockSpec, dict[str, list[int]]]] = []
-    for number, layers in layers_of(spec).items():
+    for whose, number, layers in layers_of(spec):
         for name, block in spec.layer_kinds[number].blocks.items():
             found = next((held for known, held in where if known == block), None)
             if found is None:
                 where.append((block, found := {}))
-            found.setdefault(name, []).extend(layers)
+            found.setdefault(f"{name} of {whose}", []).extend(layers)
     made = [
-        (block, ", ".join(f"{name} of {_layers(sorted(layers))}" for name, layers in held.items()))
-        for block, held in where
+        (block, ", ".join(f"{name}{_layers(sorted(layers))}" for name, layers in held.items())) for block, held in where
     ]
     rest: list[tuple[str, BlockSpec | None]] = [
         ("embedding norm", spec.embed_norm),
@@ -129,6 +132,9 @@ def uses(spec: ModelSpec) -> list[tuple[BlockSpec, str]]:
         ("last norm", spec.norm),
     ]
     rest.append(("growth of queries", spec.query_scale))
+    rest.append(("positions added to embeddings", spec.positions))
+    if spec.encoder is not None:
+        rest += [("last norm of the encoder", spec.encoder.norm), ("positions of the encoder", spec.encoder.positions)]
     rest += [(f"rotary table {number}", rotary) for number, rotary in enumerate(spec.rotaries)]
     return [*made, *((block, name) for name, block in rest if block is not None)]
 
@@ -147,6 +153,12 @@ def around(spec: ModelSpec) -> list[tuple[str, str]]:
         rows.append((f"rotary table {number}", settings))
     if spec.query_scale is not None:
         rows.append(("growth of queries", title(spec.query_scale)))
+    if spec.positions is not None:
+        rows.append(("positions", title(spec.positions)))
+    if (encoder := spec.encoder) is not None:
+        table = "an embedding of its own" if encoder.own_embedding else "the decoder's embedding"
+        table += _times(encoder.embed_scale) + (f" + {title(encoder.positions)}" if encoder.positions else "")
+        rows.append(("encoder", f"{len(encoder.kinds)} layers, reads {table}; last norm {title(encoder.norm)}"))
     if spec.streams > 1:
         rows.append(("streams", f"{spec.streams} copies of the residual between layers"))
     if spec.history:

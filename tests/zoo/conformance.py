@@ -128,7 +128,7 @@ def _share(spec: Any) -> tuple[float, list[str]]:
     total, proven, lifted = 0, 0, []
     lifted_classes = classes_of(spec.lifted)
     with torch.device("meta"):
-        blocks = [block for kind in spec.kinds_in_order() for block in kind.blocks.values()]
+        blocks = [block for kinds in spec.stacks().values() for kind in kinds for block in kind.blocks.values()]
         for block in [*blocks, spec.norm, *(b for b in (spec.embed_norm, spec.merge) if b is not None)]:
             held = sum(parameter.numel() for parameter in block.build(lifted_classes).parameters())
             total += held
