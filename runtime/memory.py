@@ -315,8 +315,8 @@ def batch_memory(
         layers and its selections, and all that the largest layer keeps. In both cases what the layer with the largest
         need works with beside that (`activations`), and 2 c T H for the last norm.
     expert_copies: rows on their way between the ranks of an exchange (`activations.travelling_bytes`).
-    logits: min(T, chunk) * V * (8 + c, or 8 if c is 4), and c V H for the gradient of a trained head in chunks. V / tp
-        of T / cp tokens where tp cuts the vocabulary.
+    logits: min(T, chunk) * V * (8 + c, or 8 if c is 4), and with chunks 4 V H for the sum that is a trained head's
+        gradient. V / tp of T / cp tokens where tp cuts the vocabulary.
     shared_rows: gathered inputs, keys and values (`shared_batch.kept_bytes`) of all layers, or of the largest.
     """
     shared = [kept_bytes(kind.sharing, model.compute, tokens, tp, cp) for kind in model.kinds]
@@ -334,7 +334,7 @@ def batch_memory(
     chunk = min(of_head, loss_chunk or of_head)
     logits = chunk * vocabulary * (8 + (compute if compute < WIDE else 0))
     if model.head_trained and chunk < of_head:
-        logits += compute * vocabulary * hidden
+        logits += WIDE * vocabulary * hidden
     moes = [moe for kind in model.kinds for moe in kind.moes]
     rows = {"shared_rows": max(shared) if recompute else sum(shared[i] for i in model.order)} if tp * cp > 1 else {}
     return rows | {
