@@ -62,7 +62,7 @@ def compare(
         if lora:
             apply_lora(model, rank=4, alpha=8)
         if with_recompute:
-            for layer in model.layers:
+            for layer in model.all_layers:
                 recompute(layer)
         return model.to(dtype)
 
