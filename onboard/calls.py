@@ -18,7 +18,7 @@ class Undiscovered(Exception):
 class Call:
     """One call of a module: its arguments and its output, as they were. later: its further calls in the same pass.
     joined: the result is all outputs side by side, for a module whose outputs all matter. source: what the encoder
-    gave, where the call of a decoder is handed it."""
+    gave, where the call of a decoder is handed it. order: of completion, among all calls of the pass."""
 
     path: str
     module: nn.Module
@@ -28,6 +28,7 @@ class Call:
     later: list["Call"] = field(default_factory=list, repr=False)
     joined: bool = False
     source: Tensor | None = field(default=None, repr=False)
+    order: int = 0
 
     @property
     def has_stream(self) -> bool:
@@ -122,7 +123,7 @@ def record_calls(model: nn.Module, ids: Tensor) -> tuple[dict[str, Call], Tensor
             before[id(module)] = _snapshots((args, kwargs))
 
         def leave(module, args, kwargs, output, path=path):
-            call = Call(path, module, args, kwargs, output)
+            call = Call(path, module, args, kwargs, output, order=len(snapshots))
             snapshots.append((call, [*before.pop(id(module), []), *_snapshots(output)]))
             if path in calls:
                 calls[path].later.append(call)

@@ -12,13 +12,25 @@ from dayzero.onboard.candidates.rotary import TOLERANCE as ROTARY_TOLERANCE
 from dayzero.onboard.chains import ChainCall
 from dayzero.onboard.lift import merge as merged_source
 from dayzero.onboard.prove import Attempt
-from dayzero.onboard.proven import Proven, ProvenEncoder, ProvenLayer
+from dayzero.onboard.proven import Proven, ProvenEncoder, ProvenLayer, ProvenPart
 from dayzero.onboard.reference import state_of
 from dayzero.onboard.rotary_tables import with_tables
 from dayzero.onboard.sharing import SharedParts, first_name, shared_name, shared_sets
 from dayzero.onboard.shrink_layers import alike, layer_signatures
 from dayzero.runtime.nn.wiring import text_of_inputs
-from dayzero.runtime.spec import BlockSpec, CheckpointId, EncoderSpec, LayerKind, LayerRun, ModelSpec, PartSpec, Proof
+from dayzero.runtime.spec import (
+    AgainSpec,
+    BlockSpec,
+    CheckpointId,
+    EncoderSpec,
+    LayerKind,
+    LayerRun,
+    LoopSpec,
+    ModelSpec,
+    PartSpec,
+    Proof,
+    StepSpec,
+)
 
 
 def specification_of(
@@ -65,6 +77,7 @@ def specification_of(
         merge=merge,
         positions=_positions(proven.positions, parts.positions, model, config),
         encoder=encoder,
+        loop=_loop(model, config, proven, follows),
         layer_kinds=kinds,
         layers=runs,
         shared=[next(run.kind for run in runs if run.shared == number) for number in range(len(sets))],
@@ -103,6 +116,21 @@ def _runs(
         else:
             runs.append(LayerRun(first=index, count=1, kind=number, shared=which))
     return runs
+
+
+def _loop(model: nn.Module, config: Any, proven: Proven, follows: Sequence[int]) -> LoopSpec | None:
+    """Which layers run several times: those that are like one that does."""
+    if proven.loop is None:
+        return None
+    looped = [index for index, shrunk in enumerate(follows) if proven.layers[shrunk].again is not None]
+    if looped != list(range(looped[0], looped[-1] + 1)):
+        raise ValueError(f"layers {looped} run several times, which are not all in a row")
+    parts, message = proven.loop.parts, None
+    if proven.loop.message is not None:
+        where = str(parts.message)
+        message = _block(proven.loop.message, model.get_submodule(where), config, where)
+    passes = int(proven.loop.passes.resolve(model, config))
+    return LoopSpec(first=looped[0], count=len(looped), passes=passes, restarts=parts.restarts, message=message)
 
 
 def _encoder(model: nn.Module, config: Any, encoder: ProvenEncoder, kinds: list[LayerKind]) -> EncoderSpec:
@@ -172,15 +200,21 @@ def _layer_kind(
         resolved = [{name: evidence.resolve(layer, config) for name, evidence in terms.items()} for terms in sums]
         return text_of_inputs(resolved)
 
-    held = []
-    for part in like.parts:
+    def spec(part: ProvenPart) -> PartSpec:
         inside = part.unit.call.name if isinstance(part.unit.call, ChainCall) else part.unit.path
         where = f"{path}.{{layer}}.{inside}".rstrip(".")
         block = _block(part.attempt, layer.get_submodule(part.path), config, where)
         block = with_tables(block, part.tables)
         name, reads = part.unit.name, sum_text(part.factors, *part.more)
-        held.append(PartSpec(name=name, block=block, reads=reads, shared=name in shared))
-    return LayerKind(parts=held, gives=sum_text(like.gives), keeps=sum_text(like.keeps) if like.keeps else "")
+        return PartSpec(name=name, block=block, reads=reads, shared=name in shared)
+
+    again = None
+    if like.again is not None:
+        steps = [StepSpec(name=step.name, part=step.part, reads=sum_text(*step.reads)) for step in like.again.steps]
+        parts = [spec(part) for part in like.again.parts]
+        again = AgainSpec(parts=parts, steps=steps, gives=sum_text(like.again.gives))
+    keeps = sum_text(like.keeps) if like.keeps else ""
+    return LayerKind(parts=[spec(part) for part in like.parts], gives=sum_text(like.gives), keeps=keeps, again=again)
 
 
 def _block(attempt: Attempt, module: nn.Module, config: Any, path: str) -> BlockSpec:
@@ -208,6 +242,8 @@ def load_reference(model: nn.Module, reference: nn.Module, proven: Proven) -> No
         places.append(("embed_norm", str(parts.embed_norm), proven.embed_norm))
     if proven.merge is not None:
         places.append(("merge", str(parts.merge), proven.merge))
+    if proven.loop is not None and proven.loop.message is not None:
+        places.append(("loop.message", str(proven.loop.parts.message), proven.loop.message))
     if (encoder := proven.encoder) is not None:
         places.append(("encoder.norm", encoder.parts.norm, encoder.norm))
         if encoder.own_embedding:
@@ -216,7 +252,7 @@ def load_reference(model: nn.Module, reference: nn.Module, proven: Proven) -> No
     sets = shared_sets(reference, proven, range(len(proven.layers)))
     for stack, (where, layers) in zip(("layers", "encoder.layers"), proven.stacks.items(), strict=False):
         for index, layer in enumerate(layers):
-            for part in layer.parts:
+            for part in layer.all_parts:
                 path = f"{where}.{index}.{part.path}".rstrip(".")
                 ours = f"{stack}.{index}.{part.unit.name}"
                 if stack == "layers" and (name := shared_name(ours, sets)) != ours:

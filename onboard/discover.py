@@ -13,9 +13,10 @@ import torch
 from torch import Tensor, nn
 
 from dayzero.onboard.calls import Call, Undiscovered, floats, record_calls, same, tensors
-from dayzero.onboard.kept_inputs import kept_before
 from dayzero.onboard.encoder import EncoderParts, added_positions, encoder_parts, outside
+from dayzero.onboard.kept_inputs import kept_before
 from dayzero.onboard.layer_wiring import solve
+from dayzero.onboard.loops import LoopParts, loop_of, passes_on, visits
 from dayzero.onboard.reference import encoder_path
 from dayzero.onboard.several import SeveralCall, several, top_level
 
@@ -37,7 +38,7 @@ class ModelParts:
     them, where that is no module of its own. logits: how they follow from the head. streams: how many
     copies of the embeddings the layers pass on; merge: what makes one of them again, or one value of all that layers
     kept where they look back (`history`). calls: of the whole forward pass by path. positions: what is added to the
-    embeddings, from the ids."""
+    embeddings, from the ids. loop: what of the layers runs several times."""
 
     embed: str
     embed_scale: float
@@ -55,6 +56,7 @@ class ModelParts:
     calls: dict[str, Call] = field(repr=False, default_factory=dict)
     positions: str | None = None
     encoder: EncoderParts | None = None
+    loop: LoopParts | None = None
 
 
 def discover(model: nn.Module, ids: Tensor) -> ModelParts:
@@ -65,7 +67,9 @@ def discover(model: nn.Module, ids: Tensor) -> ModelParts:
     embed = _embedding(model, calls, ids)
     layers = _layer_list(model, calls)
     count = len(model.get_submodule(layers))  # type: ignore[arg-type]
-    first, last = _stream(calls[f"{layers}.0"], calls.get(f"{layers}.1")), calls[f"{layers}.{count - 1}"].result
+    loop = loop_of(calls, layers, count)
+    first = _stream(calls[f"{layers}.0"], calls.get(f"{layers}.1"))
+    last = visits(calls[f"{layers}.{count - 1}"])[-1].result
     streams, merge = 1, None
     if first.ndim == 4 and all(torch.equal(first[:, :, 0], first[:, :, i]) for i in range(first.shape[2])):
         streams, first = first.shape[2], first[:, :, 0]
@@ -120,6 +124,7 @@ def discover(model: nn.Module, ids: Tensor) -> ModelParts:
         every,
         positions,
         None if encoder is None else _encoder(model, every, encoder, ids),
+        loop,
     )
 
 
@@ -316,14 +321,10 @@ def _layer_list(model: nn.Module, calls: Mapping[str, Call]) -> str:
         if not all(member is not None and member.has_stream for member in members):
             continue
         pairs = itertools.pairwise(members)
-        if all(_passes_on(one, two) for one, two in pairs if one is not None and two is not None):
+        if all(passes_on(one, two) for one, two in pairs if one is not None and two is not None):
             chains[path] = len(module)
     if not chains:
         raise Undiscovered("layers: no list of modules passes a stream on from one member to the next")
     outermost = [path for path in chains if not any(path.startswith(other + ".") for other in chains)]
     longest = max(chains[path] for path in outermost)
     return _only("layers", [path for path in outermost if chains[path] == longest])
-
-
-def _passes_on(one: Call, two: Call) -> bool:
-    return any(same(tensor, one.result) for tensor in floats((two.args, two.kwargs)))

@@ -167,9 +167,12 @@ def model_py(spec: ModelSpec) -> str:
             }
         )
     uses = spec.uses()
-    blocks = {"CausalLM", "DecoderLayer", *(["Encoder"] if spec.encoder is not None else [])} | {
-        inner.block for block in spec.blocks() for inner in block.walk()
-    }
+    blocks = {
+        "CausalLM",
+        "DecoderLayer",
+        *(["Encoder"] if spec.encoder is not None else []),
+        *(["Loop"] if spec.loop is not None else []),
+    } | {inner.block for block in spec.blocks() for inner in block.walk()}
     text = (
         environment()
         .get_template("model.py.j2")

@@ -18,6 +18,7 @@ from dayzero.onboard.kept_inputs import equal, handed_alone, is_kept, kept_befor
 from dayzero.onboard.left import left_with_first_token_moved
 from dayzero.onboard.reference import state_of
 from dayzero.onboard.several import SeveralCall, several, top_level
+from dayzero.runtime.nn.loop import MESSAGE
 from dayzero.runtime.nn.wiring import PAST
 
 _EXACT = 1e-9  # relative; a sum that misses by more is none
@@ -66,7 +67,18 @@ class LayerParts:
     keeps: dict[str, float] | None = None
 
 
-def layer_parts(calls: Mapping[str, Call], layer: str, expanded: Collection[str] = ()) -> LayerParts:
+@dataclass(frozen=True)
+class Again:
+    """What is particular to a layer that runs several times. message: [B, S, n, H], what it is handed of the pass
+    before, None in the first. places: child -> the arguments that it reads in other passes, and so in this one."""
+
+    message: Tensor | None = None
+    places: Mapping[str, tuple[int | str, ...]] = field(default_factory=dict)
+
+
+def layer_parts(
+    calls: Mapping[str, Call], layer: str, expanded: Collection[str] = (), again: Again | None = None
+) -> LayerParts:
     """The wiring of the layer at the path `layer`. expanded: children to look into, because no block explains them.
 
     Where the children as they stand are not wired by sums, each of them with children of its own is looked into in
@@ -75,19 +87,21 @@ def layer_parts(calls: Mapping[str, Call], layer: str, expanded: Collection[str]
     error = None
     for several_values in (False, True):
         try:
-            return _wiring(calls, layer, expanded, several_values)
+            return _wiring(calls, layer, expanded, several_values, again)
         except Undiscovered as raised:
             error = raised
         for path, call in _units(calls, layer, expanded).items():
             if any(True for _ in call.module.children()):
                 with contextlib.suppress(Undiscovered):
-                    return _wiring(calls, layer, {*expanded, path}, several_values)
+                    return _wiring(calls, layer, {*expanded, path}, several_values, again)
     assert error is not None
     raise error from None
 
 
-def _wiring(calls: Mapping[str, Call], layer: str, expanded: Collection[str], several_values: bool) -> LayerParts:
-    solver = _Solver(calls, layer, several_values)
+def _wiring(
+    calls: Mapping[str, Call], layer: str, expanded: Collection[str], several_values: bool, again: Again | None
+) -> LayerParts:
+    solver = _Solver(calls, layer, several_values, again or Again())
     for path, call in _units(calls, layer, expanded).items():
         # What is inside something wide may be wide by chance; whoever needs it says that it is not there.
         with contextlib.suppress(Undiscovered) if _is_wide(call, calls[layer]) else contextlib.nullcontext():
@@ -106,11 +120,14 @@ class _Solver:
     several_values: whether a unit may read or give more than one.
     """
 
-    def __init__(self, calls: Mapping[str, Call], layer: str, several_values: bool):
+    def __init__(self, calls: Mapping[str, Call], layer: str, several_values: bool, again: Again):
         self.calls, self.layer, self.call, self.several_values = calls, layer, calls[layer], several_values
         self.values, self.sums = {"x": self.call.hidden}, [{"x": 1.0}]
         self.past = kept_before(calls, layer)
         self.alone = handed_alone(calls, layer) if self.past is None else {}
+        if again.message is not None:
+            self.alone |= {f"{MESSAGE}.{number}": held for number, held in enumerate(again.message.unbind(2))}
+        self.places = again.places
         self.values |= {name.replace(".", "#"): held for name, held in self.alone.items()}
         self.units: list[Unit] = []
 
@@ -141,32 +158,39 @@ class _Solver:
 
     def add(self, path: str, call: Call) -> None:
         """The unit, with all that it is handed of the stream. Raises Undiscovered for what is no sum of values."""
-        where = f"{self.layer}.{path}"
+        where, own = f"{self.layer}.{path}", path.partition("@")[0]
         narrow = call.hidden.shape[-1] < self.call.result.shape[-1] and "." not in path
         if narrow and (chain := chain_to(self.calls, self.layer, path)) is not None:
             reads = self.explain(chain.hidden, f"input of {self.layer}.{chain.first}")
             self.units.append(Unit(path, path, "chain", reads, call=chain))
             self.values[path] = call.result
             return
-        more = heard(call, self.call) + [
-            held for _, held in top_level(call) if any(held is one for one in self.alone.values())
-        ]
+        more = heard(call, self.call) + [held for _, held in top_level(call) if self._is_handed(held, call)]
         if more and not self.several_values:
             raise Undiscovered(f"{where} is handed more of the stream than its input")
         stream = [(place, held) for place, held in top_level(call) if self._is_stream(call, held, more)]
+        if path in self.places:
+            stream = [(place, held) for place, held in top_level(call) if place in self.places[path]]
         rest = [held for held in more if not any(held is one for _, one in stream)]
         after, classes = self._routing(path, call, rest)
         made = [held for held in floats(call.output) if held.numel() == self.call.result.numel()]
         if len(stream) < 2:
-            unit = Unit(path, path, _role(call), self.explain(call.hidden, f"input of {where}"))
+            unit = Unit(path, own, _role(call), self.explain(call.hidden, f"input of {where}"))
         else:
             inputs = [terms for place, held in stream for terms in self._inputs(held, f"input {place} of {where}")]
             whole = several(call, [place for place, _ in stream])
-            unit = Unit(path, path, "mixer" if mixes_tokens(whole) else "join", inputs[0], inputs[1:], call=whole)
+            unit = Unit(path, own, "mixer" if mixes_tokens(whole) else "join", inputs[0], inputs[1:], call=whole)
         self.units.append(replace(unit, after=after, classes=classes, outputs=len(made)))
         self.values[path] = call.result
         if self.several_values:
             self.values |= {f"{path}#{number}": held for number, held in enumerate(made) if number}
+
+    def _is_handed(self, held: Tensor, call: Call) -> bool:
+        """Whether an argument is a value that the layer is handed beside the stream: messages are cut from a stack."""
+        return any(
+            held is one or (name.startswith(MESSAGE) and held is not call.hidden and equal(held, one))
+            for name, one in self.alone.items()
+        )
 
     def _is_stream(self, call: Call, held: Tensor, more: list[Tensor]) -> bool:
         """Whether an argument is one that the unit reads: its hidden input, others that depend on it, and stacks."""
@@ -217,7 +241,7 @@ def _with_outputs(units: list[Unit], gives: dict[str, float]) -> list[Unit]:
             terms.update(order)
     made = []
     for unit in units:
-        if unit.path in used and unit.role != "scale":
+        if unit.name in used and unit.role != "scale":
             places = getattr(unit.call, "places", None)
             joined = several(unit.call, places, joined=True) if unit.call is not None and places else unit.call
             made.append(replace(unit, call=joined))
@@ -422,7 +446,7 @@ def _needed(units: list[Unit], gives: Mapping[str, float]) -> list[Unit]:
 def _named(parts: LayerParts) -> LayerParts:
     """Names by role: mixer, ffn; a norm or a join is named after the one part it feeds, or else the one it follows."""
     role_of = {unit.name: unit.role for unit in parts.units}
-    names: dict[str, str] = {"x": "x", PAST: PAST}
+    names: dict[str, str] = {"x": "x", PAST: PAST, MESSAGE: MESSAGE}
 
     def add(old: str, stem: str) -> None:
         taken, number, name = set(names.values()), 2, stem

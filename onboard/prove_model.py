@@ -2,8 +2,9 @@
 
 import contextlib
 import hashlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -23,9 +24,11 @@ from dayzero.onboard.handed import context_of
 from dayzero.onboard.handed import query_scale as query_scale_of
 from dayzero.onboard.kept_inputs import handed_on
 from dayzero.onboard.layer_inputs import find_layer_inputs
-from dayzero.onboard.layer_wiring import LayerParts, Unit, layer_parts
+from dayzero.onboard.layer_wiring import Again, LayerParts, Unit, layer_parts
 from dayzero.onboard.lifting import parts_of, prove_lifted
+from dayzero.onboard.loops import LoopParts, in_pass
 from dayzero.onboard.prove import Attempt, attempt, prove
+from dayzero.onboard.prove_loop import prove_in_passes, prove_loop
 from dayzero.onboard.proven import NotProven, Proven, ProvenEncoder, ProvenLayer, ProvenPart, Unproven
 from dayzero.onboard.reference import text_config
 from dayzero.onboard.rotary_tables import Rotaries, uses_tables
@@ -54,12 +57,23 @@ class _Prover:
         self, reference: nn.Module, parts: ModelParts, generator: torch.Generator, tell: Callable[[str], None]
     ):
         self.calls, self.config, self.layers = parts.calls, text_config(reference), parts.layers
-        self.generator, self.tell, self.streams = generator, tell, parts.streams
+        self.generator, self.tell, self.streams, self.loop = generator, tell, parts.streams, parts.loop
         self.usual: Mapping[str, Candidate] = {}
         self.attempts: dict[str, list[Attempt]] = {}
         self.known: dict[tuple, Attempt | None] = {}
         self.unproven: dict[str, Unproven] = {}
         self.contradictions: dict[str, str] = {}
+        self.again: Again | None = None
+
+    @contextlib.contextmanager
+    def seeing(self, calls: dict[str, Call], again: Again | None = None) -> Iterator[None]:
+        """With the calls of one pass over layers that run several times."""
+        before = self.calls, self.again
+        self.calls, self.again = calls, again
+        try:
+            yield
+        finally:
+            self.calls, self.again = before
 
     def best(
         self, roles: tuple[str, ...], path: str, signature: tuple, joined: bool = False, call: Call | None = None
@@ -158,7 +172,8 @@ def prove_model(
     rotaries = Rotaries(parts.calls, prover.config)
     signatures = layer_signatures(reference)
     unproven: list[Unproven] = []
-    layers = _prove_layers(prover, rotaries, parts.layers, signatures, unproven)
+    layers = _prove_layers(prover, rotaries, parts.layers, signatures, unproven, parts.loop)
+    loop = prove_loop(prover, reference, ids, layers, signatures, unproven)
     positions = _positions(prover, parts.positions, ids, unproven)
     encoder = None if parts.encoder is None else _prove_encoder(prover, rotaries, reference, parts, ids, unproven)
     # Where no norm follows, the head reads what makes one stream of several.
@@ -201,18 +216,30 @@ def prove_model(
         encoder=encoder,
         contradictions=prover.contradictions,
         keeps_first=keeps_first,
+        loop=loop,
     )
     return proven, prover.attempts
 
 
 def _prove_layers(
-    prover: _Prover, rotaries: Rotaries, path: str, signatures: list[Any], unproven: list[Unproven]
+    prover: _Prover,
+    rotaries: Rotaries,
+    path: str,
+    signatures: list[Any],
+    unproven: list[Unproven],
+    loop: LoopParts | None = None,
 ) -> list[ProvenLayer]:
-    """The layers of the list at `path`; what stays open is added to `unproven`."""
+    """The layers of the list at `path`; what stays open is added to `unproven`. loop: which run several times."""
     layers: list[ProvenLayer] = []
+    last = prover.calls if loop is None else in_pass(prover.calls, path, loop, -1)
     for index, signature in enumerate(signatures):
         try:
-            layers.append(_prove_or_lift_layer(prover, rotaries, f"{path}.{index}", signature))
+            if loop is not None and index in loop.layers:
+                seen = partial(_prove_layer, prover, rotaries, f"{path}.{index}", signature)
+                layers.append(prove_in_passes(prover, seen, index, last))
+                continue
+            with prover.seeing(last if loop is not None and index >= loop.first else prover.calls):
+                layers.append(_prove_or_lift_layer(prover, rotaries, f"{path}.{index}", signature))
         except NotProven as error:
             unproven += [item for item in error.unproven if item not in unproven]
     _agree(layers, prover, path)
@@ -301,7 +328,7 @@ def _prove_layer(prover: _Prover, rotaries: Rotaries, layer: str, signature: Any
     wirings: list[LayerParts] = []
     while True:
         try:
-            wirings.append(layer_parts(prover.calls, layer, expanded))
+            wirings.append(layer_parts(prover.calls, layer, expanded, prover.again))
         except Undiscovered as error:
             if not wirings:
                 raise NotProven([Unproven("structure", str(error))]) from None
@@ -346,7 +373,8 @@ def _prove_units(
             continue
         path = f"{layer}.{unit.path}"
         call = unit.call if unit.role != "routing" else routing_call(prover.calls[path], unit.classes)
-        key = (unit.role, part_signature(signature, unit.path), _handed(call or prover.calls[path]))
+        own = part_signature(signature, unit.path)
+        key = (unit.role, len(unit.inputs), own, _handed(call or prover.calls[path]))
         roles = _PROPOSE_AS[unit.role] if len(unit.inputs) == 1 else ("mixer of several", "join")
         attempt = prover.best(roles, path, key, call=call)
         if attempt is None and lift and unit.role not in {"routing", "chain"}:

@@ -7,6 +7,7 @@ from dayzero.onboard.candidates import Candidate, Evidence
 from dayzero.onboard.discover import ModelParts
 from dayzero.onboard.encoder import EncoderParts
 from dayzero.onboard.layer_wiring import Unit
+from dayzero.onboard.loops import LoopParts
 from dayzero.onboard.prove import Attempt
 from dayzero.onboard.rotary_tables import ProvenRotary
 
@@ -51,12 +52,46 @@ class ProvenPart:
 
 
 @dataclass
+class ProvenStep:
+    """A value of a later pass: the name of the part that makes it, and the sums that this reads."""
+
+    name: str
+    part: str
+    reads: list[dict[str, Evidence]]
+
+
+@dataclass
+class ProvenAgain:
+    """How a layer is wired in passes after the first. parts: those that run only then."""
+
+    parts: list[ProvenPart]
+    steps: list[ProvenStep]
+    gives: dict[str, Evidence]
+
+
+@dataclass
+class ProvenLoop:
+    """How often layers run, and what makes what they are handed of the pass before."""
+
+    parts: LoopParts
+    passes: Evidence
+    message: Attempt | None
+
+
+@dataclass
 class ProvenLayer:
-    """The parts of a layer in order, and the sum it gives. keeps: what it keeps for later layers."""
+    """The parts of a layer in order, and the sum it gives. keeps: what it keeps for later layers. again: of a layer
+    that runs several times."""
 
     parts: list[ProvenPart]
     gives: dict[str, Evidence]
     keeps: dict[str, Evidence] = field(default_factory=dict)
+    again: ProvenAgain | None = None
+
+    @property
+    def all_parts(self) -> list[ProvenPart]:
+        """Those of the first pass, then those that run only in later ones."""
+        return [*self.parts, *(self.again.parts if self.again is not None else ())]
 
     @property
     def attempts(self) -> dict[str, Attempt]:
@@ -100,6 +135,7 @@ class Proven:
     contradictions: dict[str, str] = field(default_factory=dict)
     keeps_first: bool = False
     layer_inputs: Candidate | None = None
+    loop: ProvenLoop | None = None
 
     @property
     def stacks(self) -> dict[str, list[ProvenLayer]]:
@@ -110,9 +146,10 @@ class Proven:
     @property
     def candidates(self) -> list[Candidate]:
         """Everything that was proven, layers first."""
-        layers = [part.attempt.candidate for held in self.stacks.values() for layer in held for part in layer.parts]
+        layers = [part.attempt.candidate for held in self.stacks.values() for layer in held for part in layer.all_parts]
         last = None if self.encoder is None else self.encoder.norm
-        norms = (self.norm, self.embed_norm, self.merge, last)
+        message = None if self.loop is None else self.loop.message
+        norms = (self.norm, self.embed_norm, self.merge, last, message)
         outside = [attempt.candidate for attempt in norms if attempt is not None]
         return [*layers, *outside]
 
@@ -133,9 +170,11 @@ class Proven:
         found = {parts.norm: self.norm.candidate}
         if self.encoder is not None:
             found[self.encoder.parts.norm] = self.encoder.norm.candidate
+        if self.loop is not None and self.loop.message is not None:
+            found[str(self.loop.parts.message)] = self.loop.message.candidate
         for path, layers in self.stacks.items():
             for index, layer in enumerate(layers):
-                for part in layer.parts:
+                for part in layer.all_parts:
                     if part.path:
                         found[f"{path}.{index}.{part.path}"] = part.attempt.candidate
         return found

@@ -13,7 +13,10 @@ from dayzero.runtime.nn.lifted import classes_of
 from dayzero.runtime.record import Record
 from dayzero.runtime.weights import NODES, Rule, Source
 
-__all__ = ["BlockSpec", "CheckpointId", "LayerKind", "LayerRun", "ModelSpec", "Proof", "RuleSpec", "SourceSpec"]
+__all__ = [
+    "AgainSpec", "BlockSpec", "CheckpointId", "LayerKind", "LayerRun", "LoopSpec", "ModelSpec", "PartSpec", "Proof",
+    "RuleSpec", "SourceSpec", "StepSpec",
+]  # fmt: skip
 
 
 class PartSpec(Record):
@@ -285,8 +288,12 @@ class ModelSpec(Record):
 
     @property
     def used_kinds(self) -> list[int]:
-        """The kind of every layer in the order in which they run, of the encoder too."""
+        """The kind of every layer in the order in which they run, of the encoder too; of those that run several times,
+        each time."""
         own = [run.kind for run in self.layers for _ in range(run.count)]
+        if (loop := self.loop) is not None:
+            looped = slice(loop.first, loop.first + loop.count)
+            own[looped] = own[looped] * loop.passes
         return [*(self.encoder.kinds if self.encoder is not None else []), *own]
 
     def one_of_each_kind(self) -> tuple["ModelSpec", list[int]]:
@@ -301,7 +308,7 @@ class ModelSpec(Record):
         encoder = None
         if self.encoder is not None:
             encoder = self.encoder.model_copy(update={"layers": once(self.encoder.layers)})
-        made = self.model_copy(update={"layers": own, "encoder": encoder, "rules": []})
+        made = self.model_copy(update={"layers": own, "encoder": encoder, "rules": [], "loop": None})
         return made, made.used_kinds
 
     def build(self) -> nn.CausalLM:
@@ -335,6 +342,7 @@ class ModelSpec(Record):
             head_rows=self.head_rows,
             positions=built(self.positions),
             layer_inputs=built(self.layer_inputs),
+            loop=None if self.loop is None else self.loop.build(lifted),
             encoder=None if self.encoder is None else self._encoder(self.encoder, lifted),
         )
 
@@ -356,6 +364,7 @@ class ModelSpec(Record):
             self.norm,
             *(block for block in (self.embed_norm, self.merge, self.query_scale, self.positions) if block is not None),
             *([self.layer_inputs] if self.layer_inputs is not None else []),
+            *([self.loop.message] if self.loop is not None and self.loop.message is not None else []),
             *self.rotaries,
         ]
         if self.encoder is not None:

@@ -3,22 +3,25 @@ stream and a branch, learned affine sums."""
 
 import itertools
 from collections.abc import Iterator
+from math import prod
 
 from dayzero.onboard.candidates.evidence import Candidate, Evidence, Site, literal, size
 from dayzero.onboard.candidates.factor import explain_factor
 from dayzero.onboard.candidates.nesting import Inner
 from dayzero.onboard.candidates.norm import epsilons
 from dayzero.onboard.reference import state_of
-from dayzero.runtime.weights import Source, Squeeze, Stored
+from dayzero.runtime.weights import Flatten, Source, Squeeze, Stored
 
 
 def propose_join(site: Site) -> list[Candidate]:
     """By the shapes of the parameters: all of them vectors over the stream, or rows of them."""
     width = site.call.inputs[-1].shape[-1]
     state = {name: tensor for name, tensor in state_of(site.module).items() if tensor.is_floating_point()}
-    if not state or any(tensor.shape[-1] != width or tensor.ndim > 2 for tensor in state.values()):
-        return []
     shapes = {name: tuple(tensor.shape) for name, tensor in state.items()}
+    if sorted(map(len, shapes.values())) == [2, 2, 2] and len(site.call.inputs) == 2:
+        return list(_message_gates(site, shapes, width))
+    if not state or any(tensor.shape[-1] != width or tensor.ndim > 3 for tensor in state.values()):
+        return []
     vectors = [name for name, shape in shapes.items() if len(shape) == 1]
     if "softmax" in site.operations.steps:
         return list(_attention(site, shapes))
@@ -35,12 +38,14 @@ def _attention(site: Site, shapes: dict[str, tuple[int, ...]]) -> Iterator[Candi
     queries = site.call.result.shape[-1] // width
     for query, shape in shapes.items():
         rest = [name for name in shapes if name != query]
-        if len(rest) > 1 or len(shape) > 2 or (shape[0] if len(shape) == 2 else 1) != queries:
+        if len(rest) > 1 or prod(shape[:-1]) != queries:
             continue
         if any(len(shapes[name]) != 1 for name in rest):
             continue
-        count = size(query, 0) if queries > 1 else literal(1, "one output")
+        count = _rows(query) if queries > 1 else literal(1, "one output")
         held: Source = Squeeze((0,), Stored(query)) if queries == 1 and len(shape) == 2 else Stored(query)
+        if len(shape) == 3:
+            held = Flatten(0, held)
         parameters = {"query": held, **({"norm.weight": Stored(rest[0])} if rest else {})}
         for eps, scale, normed in itertools.product(epsilons(site), _scales(site, width), (False, True)):
             arguments = {
@@ -52,6 +57,23 @@ def _attention(site: Site, shapes: dict[str, tuple[int, ...]]) -> Iterator[Candi
                 "normed_values": literal(normed, "enumerated"),
             }
             yield Candidate("AttentionResidual", arguments, dict(parameters))
+
+
+def _rows(name: str) -> Evidence:
+    """How many vectors the parameter holds."""
+    return Evidence(f"rows of {name}", lambda module, config: prod(module.get_parameter(name).shape[:-1]))
+
+
+def _message_gates(site: Site, shapes: dict[str, tuple[int, ...]], width: int) -> Iterator[Candidate]:
+    """A matrix that reads both inputs, and of what it makes two gates."""
+    down = [name for name, shape in shapes.items() if shape[1] == 2 * width]
+    gates = [name for name, shape in shapes.items() if shape[0] == width and name not in down]
+    if len(down) != 1 or len(gates) != 2 or "tanh" not in site.operations.steps:
+        return
+    for eps, (forget, take) in itertools.product(epsilons(site), itertools.permutations(gates)):
+        arguments = {"hidden": size(forget, 0), "rank": size(down[0], 0), "eps": eps}
+        parameters = {"down.weight": Stored(down[0]), "forget.weight": Stored(forget), "take.weight": Stored(take)}
+        yield Candidate("MessageGate", arguments, parameters)
 
 
 def _scales(site: Site, width: int) -> list[Evidence]:

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -12,6 +12,7 @@ from dayzero.runtime.loss import Head, summed_cross_entropy
 from .context import Context, Source, lengths_of, positions_of
 from .encoder import Encoder
 from .layer_inputs import LAYER_INPUT
+from .loop import MESSAGE, Loop, Stream
 
 if TYPE_CHECKING:
     from dayzero.runtime.split import Split
@@ -30,10 +31,13 @@ class CausalLM(nn.Module):
     layer. history: layers hand on a tuple of what was kept of the stream and the stream itself (`DecoderLayer`); merge
     is given all of it, or there is none and the stream alone goes on.
 
+    loop: layers that run several times.
+
     shared: sets of parts that several layers have; the layers refer to them (`DecoderLayer`), parameters are held here.
 
     positions: of tokens, added to their embeddings. encoder: reads a source for each document, which layers with cross
     attention look at; its embedding is the decoder's unless it has its own.
+    layer_inputs: what it gives for the embeddings and the ids, [T, layers, P], is handed to the layers one by one.
     """
 
     def __init__(
@@ -59,12 +63,13 @@ class CausalLM(nn.Module):
         positions: nn.Module | None = None,
         layer_inputs: nn.Module | None = None,
         shared: Sequence[Mapping[str, nn.Module]] = (),
+        loop: Loop | None = None,
     ):
         super().__init__()
         self.embed = nn.Embedding(vocabulary, hidden)
         self.layers = nn.ModuleList(layers)
         self.shared = nn.ModuleList(nn.ModuleDict(parts) for parts in shared)
-        self.norm = norm
+        self.norm, self.loop = norm, loop
         self.rotaries = nn.ModuleList(rotaries)
         self.query_scale = query_scale
         self.embed_scale, self.embed_norm = embed_scale, embed_norm
@@ -126,11 +131,22 @@ class CausalLM(nn.Module):
             x = x[:, None].expand(-1, self.streams, -1)
         if self.history:
             x = (x,)
-        for number, layer in enumerate(self.layers):
-            # Each has its own view of what earlier ones left: recomputed later, it finds what it found the first time.
-            own = {} if inputs is None else {LAYER_INPUT: inputs[:, number]}
-            context = replace(context, shared={**context.shared, **own})
-            x = layer(x, context)
+
+        def run(x: Stream, numbers: range, messages: Sequence[tuple[Tensor, ...]] | None) -> Stream:
+            nonlocal context
+            for number in numbers:
+                # Each has its own view of what earlier ones left: recomputed later, it finds what it found the first
+                # time.
+                own: dict[str, Any] = {} if inputs is None else {LAYER_INPUT: inputs[:, number]}
+                if messages is not None:
+                    own[MESSAGE] = messages[number - numbers.start]
+                left = {name: held for name, held in context.shared.items() if name != MESSAGE}
+                context = replace(context, shared=left | own)
+                x = self.layers[number](x, context)
+            return x
+
+        everything = range(len(self.layers))
+        x = run(x, everything, None) if self.loop is None else self.loop(x, run, len(everything))
         if self.merge is not None:
             x = self.merge(*x) if isinstance(x, tuple) else self.merge(x)
         x = self.norm(x[-1] if isinstance(x, tuple) else x)
