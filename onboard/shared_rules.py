@@ -5,11 +5,18 @@ are then said of the shared part, and a checkpoint that repeats its tensors unde
 there.
 """
 
+import re
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from dayzero.onboard.expressions import NoRule, stored_names
+from torch import nn
+
+from dayzero.onboard.expressions import NUMBER, NoRule, stored_names
+from dayzero.onboard.proven import Proven
+from dayzero.onboard.real_sizes import resized_layer
 from dayzero.onboard.sharing import SharedParts, first_name, shared_name
+from dayzero.onboard.uses import list_around, members
 from dayzero.runtime.spec import RuleSpec, SourceSpec
 from dayzero.runtime.weights import Source, Stored, Tie
 
@@ -70,3 +77,85 @@ def _tied(source: Source, others: Sequence[Source]) -> Source:
     return source.with_children(
         tuple(_tied(child, theirs) for child, theirs in zip(source.children, children, strict=True))
     )
+
+
+_USE = re.compile(r"^layers\.(\d+)\.(\w+)\.uses\.(\d+)\.(.+)$")
+
+
+def of_uses(found: Mapping[str, Source]) -> dict[str, Source]:
+    """Those of `as_own` that belong to one use of a part (`runtime.nn.adapted`): their tensors stand in lists that
+    count the uses, so that a number in the name is neither the layer's nor the same in another model."""
+    return {name: source for name, source in found.items() if _USE.match(name)}
+
+
+def rules_of_uses(
+    found: Mapping[str, Source],
+    shapes: Mapping[str, tuple[int, ...]],
+    proven: Proven,
+    models: tuple[nn.Module, nn.Module],
+    follows: Sequence[int],
+    sizes: Mapping[int, int],
+) -> list[RuleSpec]:
+    """Rules for the parameters of each use in another model. found: `of_uses` of the shrunk model; shapes: `own_shapes`
+    of the other one; models: the shrunk reference and the other; follows: layer of the other -> shrunk layer.
+
+    Raises NoRule for a use that nothing in the shrunk model is like.
+    """
+    of_layer: dict[int, dict[str, Source]] = defaultdict(dict)
+    for name in shapes:
+        if (match := _USE.match(name)) is not None:
+            layer, part, use, rest = int(match[1]), match[2], int(match[3]), match[4]
+            of_layer[layer][name] = _of_use(found, proven, models, (follows[layer], layer), part, use, rest)
+    made = []
+    for layer, sources in of_layer.items():
+        resized = resized_layer(sources, {name: shapes[name] for name in sources}, sizes)
+        for name, source in resized.items():
+            parameter = name.replace(f"layers.{layer}.", "layers.{layer}.", 1)
+            spec = SourceSpec.of(source)
+            made.append(RuleSpec(parameter=parameter, source=spec, ranges={"layer": (layer, layer + 1)}))
+    return made
+
+
+def _of_use(
+    found: Mapping[str, Source],
+    proven: Proven,
+    models: tuple[nn.Module, nn.Module],
+    layers: tuple[int, int],
+    part: str,
+    use: int,
+    rest: str,
+) -> Source:
+    """What the parameter `rest` of one use of a part is made of, sizes as in the small model. layers: the small model's
+    and the other's."""
+    like, layer = layers
+    prefix = f"layers.{like}.{part}.uses."
+    known = [name for name in found if name.startswith(prefix) and name.endswith(f".{rest}")]
+    if not known:
+        raise NoRule(f"layers.{layer}.{part}: no use of {part} of the small model's layer {like} has {rest}")
+    model = known[min(use, len(known) - 1)]
+    claim = next(held for held in proven.layers[like].parts if held.unit.name == part)
+    small, real = (
+        held.get_submodule(f"{proven.parts.layers}.{number}.{claim.path}")
+        for held, number in zip(models, layers, strict=True)
+    )
+    inner = stored_names(claim.attempt.candidate.parameters[model.removeprefix(f"layers.{like}.{part}.")])[0]
+    around = list_around(small, inner.rpartition(".")[0])
+    place = None
+    if around is not None:
+        place = int(inner.removeprefix(f"{around}.").partition(".")[0]), members(real, around)[use]
+    return found[model].renamed(lambda name: _renumbered(name, like, place))
+
+
+def _renumbered(name: str, layer: int, place: tuple[int, int] | None) -> str:
+    """The name with the layer's number as a placeholder and, after it, the place in a list as it is elsewhere."""
+    numbers = list(NUMBER.finditer(name))
+    first = next((number for number, hit in enumerate(numbers) if int(hit.group()) == layer), None)
+    if first is None:
+        raise NoRule(f"{name} does not hold the layer's number {layer}")
+    after = name[numbers[first].end() :]
+    if place is not None:
+        hit = next((hit for hit in NUMBER.finditer(after) if int(hit.group()) == place[0]), None)
+        if hit is None:
+            raise NoRule(f"{name} does not hold the place {place[0]} in its list")
+        after = f"{after[: hit.start()]}{place[1]}{after[hit.end() :]}"
+    return f"{name[: numbers[first].start()]}{{layer}}{after}"

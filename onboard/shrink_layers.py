@@ -106,13 +106,14 @@ def _entries(model: nn.Module, layers: nn.ModuleList) -> list[dict[str, Any]]:
 
 
 def _counting(signatures: Sequence[Mapping[str, Any]]) -> set[str]:
-    """Names of attributes that number the layers: equal to the layer's index, or linear in it over three or more."""
+    """Names of attributes that number the layers: the index of the layer in all that have it, two or more, or linear in
+    it over three or more."""
     found = set()
     for name in {name for signature in signatures for name in signature}:
         points = [(index, s[name]) for index, s in enumerate(signatures) if name in s]
         if not all(type(value) in (int, float) for _, value in points):
             continue
-        if len(points) == len(signatures) and all(index == value for index, value in points):
+        if (len(points) == len(signatures) or len(points) > 1) and all(index == value for index, value in points):
             found.add(name)
         elif len(points) > 2:
             (i, a), (j, b) = points[0], points[-1]
@@ -138,8 +139,9 @@ def kind_of(signature: Signature) -> Signature:
 
 
 def part_signature(layer: Signature, path: str) -> Signature:
-    """What of a layer's signature is about the child at `path`."""
-    return tuple(entry for entry in layer if entry[0].removeprefix("shape of ").startswith(path + "."))
+    """What of a layer's signature is about the child at `path`, wherever that is: names are relative to it."""
+    inside = re.compile(rf"^(shape of )?{re.escape(path)}\.")
+    return tuple((inside.sub(r"\1", name), value) for name, value in layer if inside.match(name))
 
 
 def layers_to_cover(signatures: Sequence[Signature]) -> int:

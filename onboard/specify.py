@@ -38,14 +38,16 @@ from dayzero.onboard.reference import (
     text_model,
     text_prefix,
 )
-from dayzero.onboard.rules import NoRule, find_rules, full_rules, layer_templates
+from dayzero.onboard.rules import LeftOver, NoRule, find_rules, full_rules, layer_templates
 from dayzero.onboard.settle import numberless
-from dayzero.onboard.shared_rules import as_own, as_shared, own_shapes
+from dayzero.onboard.shared_rules import as_own, as_shared, of_uses, own_shapes, rules_of_uses
 from dayzero.onboard.sharing import shared_sets
 from dayzero.onboard.shrink import SEQUENCE, NoSmallSizes, shrink_model
+from dayzero.onboard.unmapped import Unmapped, unmapped, unmapped_rules
 from dayzero.runtime.errors import InputError
 from dayzero.runtime.packed import Header, quantised_groups
 from dayzero.runtime.spec import CheckpointId, ModelSpec, Record, RuleSpec, SourceSpec
+from dayzero.runtime.weights import Source
 
 
 class Tried(Record):
@@ -66,7 +68,8 @@ class Specification(Record):
     claims: what fields say that the reference does not compute with, and whether it is so. towers: patterns of the
     tensors that the reference has no use for when it reads text. replaced: what of the reference's own code was
     replaced so that it could be proven against, one line each. contradictions: module of the reference that does not
-    compute what it says, and was copied as it is -> what is wrong with it."""
+    compute what it says, and was copied as it is -> what is wrong with it. idle, tables: rules for tensors of the real
+    reference of which it does not read all, or that it computes itself."""
 
     spec: ModelSpec
     shrunk: ModelSpec
@@ -77,6 +80,8 @@ class Specification(Record):
     claims: list[Claim]
     towers: list[str]
     replaced: list[str]
+    idle: list[RuleSpec] = Field(default_factory=list)
+    tables: list[RuleSpec] = Field(default_factory=list)
     contradictions: dict[str, str] = Field(default_factory=dict)
 
 
@@ -122,9 +127,11 @@ def specify(
         stored = on_disk(reference)
         towers, unused = idle_on_text(reference, ids, proven, stored)
         stored = {name: tensor for name, tensor in stored.items() if name not in towers}
-        found = find_rules(shrunk_model.state_dict(), with_shared(reference, stored), unused)
+        found, rest = _found(shrunk_model, reference, ids, with_shared(reference, stored), unused)
         small_sets = shared_sets(reference, proven, list(range(len(proven.layers))))
-        templates = [layer_templates(as_own(stack, small_sets)) for stack in by_stack(found)]
+        own = [as_own(stack, small_sets) for stack in by_stack(found)]
+        uses = of_uses(own[0])
+        templates = [layer_templates({n: s for n, s in stack.items() if n not in uses}) for stack in own]
     except NoRule as error:
         raise NotProven([Unproven("weights", str(error))]) from None
     rules = [RuleSpec(parameter=parameter, source=SourceSpec.of(source)) for parameter, source in found.items()]
@@ -139,13 +146,18 @@ def specify(
     try:
         sizes = sizes_between(small, cut.full)
         sets = shared_sets(full, proven, follows)
-        rules = full_rules(templates[0], follows, own_shapes(by_stack(shapes)[0], sets), sizes)
+        held = own_shapes(by_stack(shapes)[0], sets)
+        rules = full_rules(templates[0], follows, held, sizes)
+        rules += rules_of_uses(uses, held, proven, (reference, full), follows, sizes)
         rules = as_shared(rules, sets)
         if proven.encoder is not None:
             theirs = full_rules(templates[1], encoder_follows(full, proven.encoder), by_stack(shapes)[1], sizes)
             rules += [rule.model_copy(update={"parameter": ENCODER + rule.parameter}) for rule in theirs]
         rules = with_stored_copies(rules, ()) if headers is None else _on_disk(rules, headers, shapes)
         spec = spec.model_copy(update={"rules": rules})
+        idle_rules, table_rules = (
+            _beside(names, reference, full, proven, follows, sizes, headers) for names in (rest.unread, rest.computed)
+        )
     except NoRule as error:
         raise NotProven([Unproven("weights", str(error))]) from None
     defaults = text_config(full).to_dict()
@@ -163,9 +175,43 @@ def specify(
         interventions=interventions,
         claims=claims,
         towers=sorted({numberless(name) for name in towers}),
+        idle=idle_rules,
+        tables=table_rules,
         replaced=replaced(reference),
         contradictions=proven.contradictions,
     )
+
+
+def _found(
+    ours: nn.Module,
+    reference: nn.Module,
+    ids: torch.Tensor,
+    stored: Mapping[str, torch.Tensor],
+    unused: Mapping[str, torch.Tensor],
+) -> tuple[dict[str, Source], Unmapped]:
+    """The rules, and what the stored tensors are that none of our parameters is made of. Raises NoRule."""
+    try:
+        return find_rules(ours.state_dict(), stored, unused), Unmapped()
+    except LeftOver as error:
+        rest = unmapped(error.names, reference, ours, ids)
+        mapped = {name: tensor for name, tensor in stored.items() if name not in rest.files}
+        return find_rules(ours.state_dict(), mapped, unused), rest
+
+
+def _beside(
+    names: list[str],
+    reference: nn.Module,
+    full: nn.Module,
+    proven: Proven,
+    follows: list[int],
+    sizes: Mapping[int, int],
+    headers: Mapping[str, Header] | None,
+) -> list[RuleSpec]:
+    """Rules for these tensors of the reference itself, over the checkpoint's own, where it has them. Raises NoRule."""
+    rules, shapes = unmapped_rules(names, reference, full, proven.parts.layers, follows, sizes) if names else ([], {})
+    with suppress(NoRule):
+        return rules if headers is None else _on_disk(rules, headers, shapes)
+    return rules
 
 
 def idle_on_text(
