@@ -11,13 +11,12 @@ import importlib
 import importlib.util
 import json
 import tempfile
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
 
 from dayzero.onboard import remote_code
 from dayzero.onboard.config_reads import Reads, noting_construction, record
@@ -27,47 +26,14 @@ from dayzero.runtime.errors import InputError
 from dayzero.runtime.nn.promote import Promote
 
 __all__ = [
-    "ForceTopK", "Promote", "Reads", "UnknownArchitecture", "build", "constructed_with", "encoder_path", "inputs",
-    "load_config", "model_class", "never_trained", "on_disk", "quiet", "redraw", "replaced", "run", "state_of",
-    "text_config", "text_model", "text_prefix",
+    "Promote", "Reads", "UnknownArchitecture", "build", "constructed_with", "encoder_path", "inputs",
+    "is_computed", "load_config", "model_class", "never_trained", "on_disk", "quiet", "redraw", "replaced", "run",
+    "state_of", "text_config", "text_model", "text_prefix",
 ]  # fmt: skip
 
 
 class UnknownArchitecture(Exception):
     """transformers has no class for this config; the message says why."""
-
-
-class NoteTopK(TorchFunctionMode):
-    """Notes every `topk`: how many it chose from, and how many it chose."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.seen: list[tuple[int, int]] = []
-
-    def __torch_function__(self, func, types, args=(), kwargs=None):
-        output = func(*args, **(kwargs or {}))
-        if getattr(func, "__name__", "") == "topk":
-            self.seen.append((args[0].shape[-1], output.indices.shape[-1]))
-        return output
-
-
-class ForceTopK(TorchFunctionMode):
-    """Replaces what routers choose: the indices of the n-th `topk` that is like one of a router (as many to choose
-    from, as many chosen) by `choices[n]`, rows as in the call, values gathered to match. Other calls, of groups of
-    experts or of sparse attention, are left alone. like: (classes, top_k) of the routers."""
-
-    def __init__(self, choices: list[Tensor], like: Collection[tuple[int, int]]):
-        super().__init__()
-        self.choices, self.like, self.calls = choices, like, 0
-
-    def __torch_function__(self, func, types, args=(), kwargs=None):
-        output = func(*args, **(kwargs or {}))
-        if getattr(func, "__name__", "") == "topk" and (args[0].shape[-1], output.indices.shape[-1]) in self.like:
-            scores = args[0]
-            index = self.choices[self.calls].reshape(*scores.shape[:-1], -1)
-            self.calls += 1
-            return torch.return_types.topk((scores.gather(-1, index), index))
-        return output
 
 
 def load_config(config: Mapping[str, Any], reads: Reads | None = None) -> Any:
@@ -274,7 +240,7 @@ def redraw(model: nn.Module, generator: torch.Generator, gain: float = 1.0) -> N
             if not tensor.is_floating_point():
                 _redraw_names(model, name, tensor, generator)
                 continue
-            if _is_computed(model, name):
+            if is_computed(model, name):
                 continue
             noise = torch.randn(tensor.shape, generator=generator, dtype=torch.float64)
             if tensor.data_ptr() in frozen:
@@ -285,7 +251,7 @@ def redraw(model: nn.Module, generator: torch.Generator, gain: float = 1.0) -> N
                 tensor.copy_((1.0 + 0.3 * gain * noise).float())
 
 
-def _is_computed(model: nn.Module, name: str) -> bool:
+def is_computed(model: nn.Module, name: str) -> bool:
     """Whether this buffer held different values when it was first seen: noted on it, since it may be redrawn later.
     Two of them are none: a bias of zeros may start with another value for a class of its own."""
     owner, _, leaf = name.rpartition(".")
@@ -304,7 +270,7 @@ def never_trained(module: nn.Module) -> list[Tensor]:
         tensor
         for name, tensor in state_of(module).items()
         if name not in trained and tensor.is_floating_point() and tensor.numel() == max(tensor.shape, default=0) > 1
-        if not _is_computed(module, name)
+        if not is_computed(module, name)
     ]
 
 

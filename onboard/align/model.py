@@ -10,6 +10,7 @@ import math
 import os
 import tempfile
 from collections.abc import Callable, Collection, Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,8 +26,6 @@ from dayzero.onboard.align.loading import NotLoaded, load
 from dayzero.onboard.checkpoint import Checkpoint
 from dayzero.onboard.prove import relative_error
 from dayzero.onboard.reference import (
-    ForceTopK,
-    NoteTopK,
     Promote,
     build,
     inputs,
@@ -37,6 +36,7 @@ from dayzero.onboard.reference import (
     redraw,
 )
 from dayzero.onboard.shrink import SEQUENCE
+from dayzero.onboard.top_k import ForceTopK, steady_choices
 from dayzero.runtime.nn import GroupLimit
 from dayzero.runtime.package import Package
 from dayzero.runtime.safetensors_reader import SafetensorsReader, TensorsReader
@@ -114,14 +114,14 @@ def _compare(
     ours, reference = load(generated, stored).to(dtype), reference.to(dtype)
     documents = [torch.randint(3, generated.spec.tokens, (n,), generator=generator) for n in LENGTHS]
     tokens = sum(LENGTHS)
-    like, chosen = _routing(ours, reference, documents[0], dtype)
+    like, chosen, among = _routing(ours, reference, documents[:2], dtype)
     choices = _choose(tokens, chosen, _group_limits(ours), generator)
     errors: dict[str, float] = {}
     wanted: dict[str, Tensor] = {}
     for routing in ("natural", "forced") if choices else ("natural",):
         forced = choices if routing == "forced" else None
-        theirs = _reference_pass(reference, documents, forced, like, dtype)
-        mine = _our_pass(ours, documents, forced, like)
+        theirs = _reference_pass(reference, documents, forced, like, among, dtype)
+        mine = _our_pass(ours, documents, forced, like, among)
         label = f"{str(dtype).removeprefix('torch.')}, {routing} routing"
         stored_grads = on_disk(reference, theirs["gradients"])
         floor = 1e-6 * max(float(torch.linalg.vector_norm(grad)) for grad in stored_grads.values())
@@ -136,20 +136,20 @@ def _compare(
 
 
 def _routing(
-    ours: nn.Module, reference: nn.Module, ids: Tensor, dtype: torch.dtype
-) -> tuple[set[tuple[int, int]], list[tuple[int, int]]]:
-    """(classes, top_k) of our routers and (groups, kept) of their limits; and both in the order of one pass, none where
-    the reference does not choose in the same order, as where a table of the token ids decides."""
+    ours: nn.Module, reference: nn.Module, documents: list[Tensor], dtype: torch.dtype
+) -> tuple[set[tuple[int, int]], list[tuple[int, int]], set[nn.Module | None]]:
+    """(classes, top_k) of our routers and (groups, kept) of their limits; both in the order of one pass, none where the
+    reference does not choose in the same order, as where a table of the token ids decides; and the modules of both
+    models that choose so. documents: two, of different lengths."""
     modules: list[Any] = list(ours.modules())
     like = {
         (module.experts, module.top_k) for module in modules if hasattr(module, "top_k") and hasattr(module, "experts")
     } | _group_limits(ours)
-    with torch.no_grad(), NoteTopK() as mine:
-        ours(ids, torch.tensor([0, len(ids)]))
-    with torch.no_grad(), _promoting(dtype), NoteTopK() as theirs:
-        reference(**inputs(reference, ids[None]))
-    mine_chosen, chosen = ([pair for pair in noted.seen if pair in like] for noted in (mine, theirs))
-    return like, chosen if chosen == mine_chosen else []
+    with torch.no_grad():
+        mine = steady_choices([partial(ours, ids, torch.tensor([0, len(ids)])) for ids in documents], like)
+    with torch.no_grad(), _promoting(dtype):
+        theirs = steady_choices([partial(reference, **inputs(reference, ids[None])) for ids in documents], like)
+    return like, theirs.seen if theirs.seen == mine.seen else [], {*mine.by, *theirs.by}
 
 
 def _group_limits(model: nn.Module) -> set[tuple[int, int]]:
@@ -192,12 +192,13 @@ def _reference_pass(
     documents: list[Tensor],
     forced: list[Tensor] | None,
     like: Collection[tuple[int, int]],
+    among: Collection[nn.Module | None],
     dtype: torch.dtype,
 ) -> dict[str, Any]:
     parts, start = [], 0
     for document in documents:
         mine = [choice[start : start + len(document)] for choice in forced or []]
-        force = ForceTopK(mine, like) if forced is not None else None
+        force = ForceTopK(mine, like, among) if forced is not None else None
         kwargs = inputs(model, document[None])
         with _promoting(dtype), force or contextlib.nullcontext():
             parts.append(model(**kwargs).logits[0])
@@ -218,10 +219,15 @@ def _promoting(dtype: torch.dtype) -> contextlib.AbstractContextManager:
 
 
 def _our_pass(
-    model: nn.Module, documents: list[Tensor], forced: list[Tensor] | None, like: Collection[tuple[int, int]]
+    model: nn.Module,
+    documents: list[Tensor],
+    forced: list[Tensor] | None,
+    like: Collection[tuple[int, int]],
+    among: Collection[nn.Module | None],
 ) -> dict[str, Any]:
     bounds = torch.tensor([0, *torch.tensor([len(d) for d in documents]).cumsum(0).tolist()])
-    with sdpa_kernel(SDPBackend.MATH), ForceTopK(forced, like) if forced is not None else contextlib.nullcontext():
+    force = ForceTopK(forced, like, among) if forced is not None else contextlib.nullcontext()
+    with sdpa_kernel(SDPBackend.MATH), force:
         logits = model(torch.cat(documents), bounds)
     loss = _loss(logits, documents)
     names = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
