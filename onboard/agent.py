@@ -34,6 +34,7 @@ from dayzero.onboard.proven import NotProven, Unproven
 from dayzero.onboard.reference import UnknownArchitecture, load_config, model_class
 from dayzero.onboard.report import Findings
 from dayzero.onboard.specify import Specification, specify
+from dayzero.onboard.unmapped import fates
 from dayzero.onboard.unread_layouts import place_and_reason, unread_layouts
 from dayzero.runtime.config import TrainConfig
 from dayzero.runtime.errors import InputError
@@ -93,9 +94,8 @@ def specify_checkpoint(
         raise NotProven([Unproven("config.json: quantization_config", why)])
     _refuse_own_code(checkpoint)
     specification = specify(checkpoint.config, checkpoint.identity(), name, tell, checkpoint.headers)
-    ledger = settle(
-        classify(checkpoint), checkpoint, specification.spec, real_shapes(specification.spec), specification.towers
-    )
+    shapes, others = real_shapes(specification.spec), fates(specification.idle, specification.tables)
+    ledger = settle(classify(checkpoint), checkpoint, specification.spec, shapes, specification.towers, others)
     ignored = decisions.get("ignore_config") or {}
     unread = [field for field in specification.unread if field not in ignored]
     claims = [claim for claim in specification.claims if not {claim.field, claim.field.split(".")[0]} & ignored.keys()]
@@ -178,7 +178,7 @@ def climb(
     """Rungs L0 to L2."""
     rungs: dict[str, Rung] = {}
     tell("L0: every tensor in and out")
-    rungs["L0"], hashes = coverage_rung(checkpoint, ledger, specification.spec, count)
+    rungs["L0"], hashes = coverage_rung(checkpoint, ledger, specification.spec, count, specification.tables)
     tell("L1: every block against its module")
     rungs["L1"] = _blocks_rung(specification)
     tell("L2: the generated model against the reference")

@@ -13,7 +13,7 @@ from dayzero.onboard.config_layers import compare
 from dayzero.onboard.findings import all_findings, live_heads, tying
 from dayzero.onboard.folded import Folded, fold_checkpoint
 from dayzero.onboard.layer_kinds import Kind, kinds_of_layers
-from dayzero.onboard.ledger import CARRIED, Experts, LayerRange, Ledger, TensorGroup
+from dayzero.onboard.ledger import CARRIED, Experts, LayerRange, Ledger, TensorGroup, extent
 from dayzero.onboard.packing import disagreements, packed_weights
 from dayzero.onboard.roles import part_of, role_of
 from dayzero.onboard.settle import settle
@@ -93,18 +93,9 @@ def _tensor_groups(
         made.append(
             TensorGroup(
                 pattern=group.pattern,
-                count=len(group.names),
                 dtype=group.dtype,
                 shape=list(group.shape),
-                bytes=group.bytes,
-                layers=ranges(group.layers),
-                experts=ranges(group.experts),
-                others=[
-                    ranges(group.values(position))
-                    for position, name in enumerate(group.placeholders)
-                    if name not in {"layer", "expert"}
-                ],
-                missing=len(group.missing()),
+                **extent(group),
                 part=part,
                 role=role_of(named, group.shape),
                 fate="carried" if part in CARRIED else "open",

@@ -12,7 +12,11 @@ from collections.abc import Iterator
 from typing import Any
 from weakref import WeakKeyDictionary
 
+import torch
 from torch import nn
+from torch.overrides import TorchFunctionMode
+
+from dayzero.runtime.nn.promote import Promote
 
 _FRAMES = 12  # looked at above a constructor: its subclasses', and what decorators put between
 _made: "WeakKeyDictionary[nn.Module, dict[str, Any]]" = WeakKeyDictionary()
@@ -41,6 +45,28 @@ def noting_arguments() -> Iterator[None]:
         yield
     finally:
         nn.Module.__init__ = original
+
+
+class _Unallocated(TorchFunctionMode):
+    """Gives no memory to what a constructor leaves empty, as weights are; what it computes is computed."""
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        return func(*args, **{**(kwargs or {}), **({"device": "meta"} if func is torch.empty else {})})
+
+
+def built_again(module: nn.Module) -> nn.Module | None:
+    """The module built once more, by itself and in float64: what its constructor computes has its values, whatever the
+    device of the first. None where its arguments are not known or do not build it."""
+    arguments = constructed_with(module)
+    previous = torch.get_default_dtype()
+    try:
+        torch.set_default_dtype(torch.float64)
+        with Promote(), _Unallocated():
+            return None if arguments is None else type(module)(**arguments)
+    except (RuntimeError, TypeError, ValueError, NotImplementedError):
+        return None
+    finally:
+        torch.set_default_dtype(previous)
 
 
 def _arguments(module: nn.Module, frame: types.FrameType | None) -> dict[str, Any] | None:

@@ -6,10 +6,10 @@ from typing import Any, Literal
 
 from pydantic import Field
 
-from dayzero.onboard.tensor_names import counted
+from dayzero.onboard.tensor_names import Group, counted, ranges
 from dayzero.runtime.record import Record
 
-Fate = Literal["mapped", "carried", "ignored", "open"]
+Fate = Literal["mapped", "carried", "derived", "ignored", "open"]
 Part = Literal["text", "mtp", "vision", "audio", "projector"]
 Mixer = Literal[
     "full", "sliding", "latent", "sparse-indexed", "compressed", "linear", "state-space", "conv", "none", "unknown"
@@ -28,9 +28,9 @@ class TensorGroup(Record):
     """Tensors of one pattern. layers, experts: ranges like `0-29`; others: of further placeholders, in their order.
 
     missing: how many names these ranges promise that are not there. bytes: of all tensors together. part: which part of
-    the checkpoint it belongs to. fate: `carried` is exported as it is and not trained. parameter: the model parameter
-    that they become; reason: why they are carried or ignored, or why their fate is open. note: what a reader should
-    know. first: one of the names.
+    the checkpoint it belongs to. fate: `carried` is exported as it is and not trained; so is `derived`, a table that
+    the model computes by itself. parameter: the model parameter that they become; reason: why they are carried or
+    ignored, or why their fate is open. note: what a reader should know. first: one of the names.
 
     Of a quantised weight, the group of its codes says the `format`, the `logical_shape` of the weight, and the `parts`
     it is stored as (role -> pattern); the groups of its scales say `part_of`, the pattern of the codes. Tensors that
@@ -64,6 +64,22 @@ class TensorGroup(Record):
     def elements(self) -> int:
         """Weights in all tensors of the group: two for a byte of packed 4-bit codes, none for a scale."""
         return 0 if self.part_of is not None else self.count * math.prod(self.logical_shape or self.shape)
+
+
+def extent(group: Group) -> dict[str, Any]:
+    """How many tensors a group has, which, and how large: fields of a TensorGroup."""
+    return {
+        "count": len(group.names),
+        "bytes": group.bytes,
+        "layers": ranges(group.layers),
+        "experts": ranges(group.experts),
+        "others": [
+            ranges(group.values(position))
+            for position, name in enumerate(group.placeholders)
+            if name not in {"layer", "expert"}
+        ],
+        "missing": len(group.missing()),
+    }
 
 
 class Experts(Record):

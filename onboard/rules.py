@@ -20,13 +20,22 @@ from dayzero.onboard.real_sizes import resized_layer
 from dayzero.runtime.spec import RuleSpec, SourceSpec
 from dayzero.runtime.weights import Excerpt, Part, Rule, Source, bind, check_coverage
 
-__all__ = ["NoRule", "find_rules", "full_rules", "layer_templates"]
+__all__ = ["LeftOver", "NoRule", "find_rules", "full_rules", "layer_templates"]
+
+
+class LeftOver(NoRule):
+    """Stored tensors, by their sorted names, of which no parameter is made."""
+
+    def __init__(self, names: list[str]):
+        self.names = names
+        super().__init__(f"no parameter is made of {', '.join(names[:3])}{' ...' if names[3:] else ''}")
 
 
 def find_rules(
     parameters: Mapping[str, Tensor], stored: Mapping[str, Tensor], idle: Mapping[str, Tensor] | None = None
 ) -> dict[str, Source]:
-    """Expression of every parameter of our (shrunk) model over the stored tensors. Raises NoRule, naming the parameter.
+    """Expression of every parameter of our (shrunk) model over the stored tensors. Raises NoRule, naming the parameter,
+    or LeftOver.
 
     Every value of every stored tensor must be used, exactly once: one left over would be lost on the way. A tensor that
     is stored twice (a tied head) is read once and written to both places.
@@ -81,7 +90,7 @@ def _check_each_once(found: Mapping[str, Source], stored: Mapping[str, Tensor], 
                     raise NoRule(f"{name} would be read for two parameters")
                 seen[name] = partial
     if left := sorted(stored.keys() - seen.keys()):
-        raise NoRule(f"no parameter is made of {', '.join(left[:3])}{' ...' if len(left) > 3 else ''}")
+        raise LeftOver(left)
     try:
         bound = bind([Rule(parameter, source) for parameter, source in found.items()])
         shapes = {name: tuple(tensor.shape) for name, tensor in stored.items()}

@@ -3,13 +3,14 @@
 import math
 import re
 from collections.abc import Collection, Iterator, Mapping
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from dayzero.onboard.checkpoint import Checkpoint
 from dayzero.onboard.config_fields import SIZES, field_of, size_of
 from dayzero.onboard.folded import fold_checkpoint
-from dayzero.onboard.ledger import CARRIED, Fate, Ledger
-from dayzero.onboard.tensor_names import pattern_of
+from dayzero.onboard.ledger import CARRIED, Fate, Ledger, TensorGroup, extent
+from dayzero.onboard.tensor_names import Group, pattern_of, subset
 from dayzero.runtime.errors import InputError
 
 if TYPE_CHECKING:  # the blocks need torch, which takes longer to import than a trillion parameters take to read
@@ -27,11 +28,13 @@ def settle(
     spec: "ModelSpec",
     shapes: Mapping[str, tuple[int, ...]],
     towers: Collection[str] = (),
+    others: Mapping[str, tuple[Fate, str]] | None = None,
 ) -> Ledger:
     """The ledger with the fate that the proven rules give every tensor.
 
     shapes: of the real model's parameters. towers: patterns (`numberless`) of tensors that the reference was seen to
-    have no use for when it reads text; they are carried. Raises InputError where a rule needs a tensor that the
+    have no use for when it reads text; they are carried. others: fates, with reasons, of tensors that no parameter is
+    made of (`unmapped.fates`). Raises InputError where a rule needs a tensor that the
     checkpoint does not have, or one of another shape, or where tensors that the reference keeps one of are two: the
     config and the files disagree.
     """
@@ -60,8 +63,10 @@ def settle(
     used, excerpts = _used(bound, stored)
     open_names: list[str] = []
     groups = []
-    for folded, group in zip(fold_checkpoint(checkpoint.headers).groups, ledger.groups, strict=True):
-        fates = {name: _fate(name, group.part, target, towers) for name in folded.names}
+    others = others or {}
+    fate_of = partial(_fate, target=target, towers=towers, others=others)
+    for folded, group in _parted(checkpoint, ledger, others.keys() - target.keys()):
+        fates = {name: fate_of(name, group.part) for name in folded.names}
         open_names += [name for name, (fate, _, _) in fates.items() if fate == "open"]
         fate, parameter, reason = fates[folded.names[0]]
         if any(other[0] != fate for other in fates.values()):
@@ -80,9 +85,31 @@ def settle(
     return ledger.model_copy(update={"groups": groups, "unaccounted": sorted(open_names)})
 
 
-def _fate(name: str, part: str, target: Mapping[str, str], towers: Collection[str]) -> tuple[Fate, str | None, str]:
+def _parted(checkpoint: Checkpoint, ledger: Ledger, apart: Collection[str]) -> Iterator[tuple[Group, TensorGroup]]:
+    """The groups, those that are partly of the tensors `apart` in two: the experts that compute, and the rest."""
+    for folded, group in zip(fold_checkpoint(checkpoint.headers).groups, ledger.groups, strict=True):
+        sides: dict[bool, list[int]] = {False: [], True: []}
+        for row, name in enumerate(folded.names):
+            sides[name in apart].append(row)
+        if not all(sides.values()):
+            yield folded, group
+            continue
+        for rows in sides.values():
+            part = subset(folded, rows, checkpoint.headers)
+            yield part, group.model_copy(update=extent(part))
+
+
+def _fate(
+    name: str,
+    part: str,
+    target: Mapping[str, str],
+    towers: Collection[str],
+    others: Mapping[str, tuple[Fate, str]],
+) -> tuple[Fate, str | None, str]:
     if name in target:
         return "mapped", target[name], ""
+    if name in others:
+        return others[name][0], None, others[name][1]
     if name.endswith("rotary_emb.inv_freq"):
         return "ignored", None, "computed from the config; the rotary proof covers it"
     if part in CARRIED:

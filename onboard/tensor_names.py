@@ -152,10 +152,15 @@ def split_layers(groups: list[Group], layers: set[int], headers: Mapping[str, Te
         where = group.placeholders.index("layer")
         for chosen in (False, True):
             rows = [row for row, numbers in enumerate(group.numbers) if (numbers[where] in inside) == chosen]
-            names, numbers = [group.names[row] for row in rows], [group.numbers[row] for row in rows]
-            part = Group(group.pattern, group.dtype, group.shape, names, [], [], 0, group.placeholders, numbers)
-            made.append(complete(part, headers))
+            made.append(subset(group, rows, headers))
     return made
+
+
+def subset(group: Group, rows: list[int], headers: Mapping[str, TensorHeader]) -> Group:
+    """The group of these of its tensors, by their places in `names`."""
+    names, numbers = [group.names[row] for row in rows], [group.numbers[row] for row in rows]
+    part = Group(group.pattern, group.dtype, group.shape, names, [], [], 0, group.placeholders, numbers)
+    return complete(part, headers)
 
 
 def ranges(numbers: Iterable[int]) -> str:

@@ -1,26 +1,32 @@
 """L0: every tensor of the checkpoint has a fate, and going in and out through the rules changes no bit of it."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 
 from dayzero.onboard.align.ladder import THRESHOLDS, Rung, judge
+from dayzero.onboard.align.tables import table_errors
 from dayzero.onboard.checkpoint import Checkpoint
 from dayzero.onboard.classify import Ledger
 from dayzero.runtime.content_hash import content_hash, hashed_dtype, hex_of
 from dayzero.runtime.safetensors_reader import SafetensorsReader, torch_dtype
-from dayzero.runtime.spec import ModelSpec
+from dayzero.runtime.spec import ModelSpec, RuleSpec
 from dayzero.runtime.weights import bind, whole
 
 
 def coverage_rung(
-    checkpoint: Checkpoint, ledger: Ledger, spec: ModelSpec, tell: Callable[[int, int], None] = lambda done, total: None
+    checkpoint: Checkpoint,
+    ledger: Ledger,
+    spec: ModelSpec,
+    tell: Callable[[int, int], None] = lambda done, total: None,
+    tables: Sequence[RuleSpec] = (),
 ) -> tuple[Rung, dict[str, str]]:
     """The rung, and the content hash of every parameter, by which training knows these weights again.
 
     Reads each parameter from the files as training would, in float32 or its own wider dtype, writes it back under
-    the source's names, shapes and dtypes, and compares the bits. tell(done, total): tensors compared so far."""
+    the source's names, shapes and dtypes, and compares the bits. tell(done, total): tensors compared so far.
+    tables: rules for what the reference computes and the files hold too; they must hold what it computes."""
     errors: dict[str, float] = {f"{name} has no fate": float("inf") for name in ledger.unaccounted}
     shapes = {name: header.shape for name, header in checkpoint.headers.items()}
     files = {name: header.file for name, header in checkpoint.headers.items()}
@@ -45,6 +51,8 @@ def coverage_rung(
         tell(len(seen), total)
     mapped = {name for group in ledger.groups if group.fate == "mapped" for name in [group.pattern]}
     errors[f"{len(seen)} tensors in {len(mapped)} patterns, in and out"] = float(different)
+    if tables:
+        errors |= table_errors(checkpoint.config, tables, bound, reader, shapes)
     return judge(errors, THRESHOLDS["L0"]), hashes
 
 
