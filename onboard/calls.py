@@ -1,5 +1,6 @@
 """The calls of a reference's modules as they were: arguments, outputs, and each module again as a pure function."""
 
+import copy
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -61,8 +62,7 @@ class Call:
 
         args = tuple(swap(value) for value in self.args)
         kwargs = {name: swap(value) for name, value in self.kwargs.items()}
-        with Promote():
-            return self._result(self.module(*args, **kwargs))
+        return self._result(self.replay_exactly(args, kwargs))
 
     @property
     def inputs(self) -> list[Tensor]:
@@ -74,9 +74,15 @@ class Call:
         return [hidden.flatten(0, 1) if hidden.ndim == 4 else hidden.reshape(-1, hidden.shape[-1])]
 
     def replay_exactly(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """The module called again with other arguments, float32 islands promoted."""
+        """The module called again with other arguments, float32 islands promoted. What it writes into mappings is
+        lost."""
         with Promote():
-            return self.module(*args, **kwargs)
+            return self.module(*map(_own, args), **{name: _own(value) for name, value in kwargs.items()})
+
+
+def _own(value: Any) -> Any:
+    """A mapping in which layers leave things for one another as it is now; anything else itself."""
+    return copy.copy(value) if isinstance(value, Mapping) else value
 
 
 def floats(value: Any) -> list[Tensor]:
@@ -110,20 +116,23 @@ def tensors(value: Any) -> list[Tensor]:
 def record_calls(model: nn.Module, ids: Tensor) -> tuple[dict[str, Call], Tensor]:
     """Runs the model once; the first call of every module by path, in order of completion, and the logits.
 
-    What code changes in place afterwards is given back as it was at the call. Raises Undiscovered for a model that
-    cannot run.
+    What code changes in place afterwards is given back as it was at the call, and so are mappings that it writes to.
+    Raises Undiscovered for a model that cannot run.
     """
     calls: dict[str, Call] = {}
-    before: dict[int, list[_Snapshot]] = {}  # of the arguments of calls that are not over, by module
+    # Of the calls that are not over, by module: their arguments.
+    before: dict[int, list[_Snapshot]] = {}
+    given: dict[int, tuple[tuple[Any, ...], dict[str, Any]]] = {}
     snapshots: list[tuple[Call, list[_Snapshot]]] = []
     handles = []
     for path, module in model.named_modules():
 
         def enter(module, args, kwargs):
             before[id(module)] = _snapshots((args, kwargs))
+            given[id(module)] = tuple(map(_own, args)), {name: _own(value) for name, value in kwargs.items()}
 
         def leave(module, args, kwargs, output, path=path):
-            call = Call(path, module, args, kwargs, output, order=len(snapshots))
+            call = Call(path, module, *given.pop(id(module), (args, kwargs)), output, order=len(snapshots))
             snapshots.append((call, [*before.pop(id(module), []), *_snapshots(output)]))
             if path in calls:
                 calls[path].later.append(call)

@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from dayzero.onboard.calls import Call, floats, same
-from dayzero.onboard.reference import Promote
 from dayzero.onboard.trace import forget
 
 
@@ -47,8 +46,7 @@ class ChainCall(Call):
             self.module.get_submodule(self.last).register_forward_hook(leave),
         ]
         try:
-            with Promote():
-                self.module(*self.args, **self.kwargs)
+            self.replay_exactly(self.args, self.kwargs)
         except _Left as left:
             return self._result(left.output)
         finally:

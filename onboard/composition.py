@@ -10,6 +10,7 @@ from dayzero.onboard.candidates import Candidate, Evidence
 from dayzero.onboard.candidates.equality import CLOSE
 from dayzero.onboard.candidates.rotary import TOLERANCE as ROTARY_TOLERANCE
 from dayzero.onboard.chains import ChainCall
+from dayzero.onboard.idle_leaves import taken_by, without_idle_leaves
 from dayzero.onboard.lift import merge as merged_source
 from dayzero.onboard.prove import Attempt
 from dayzero.onboard.proven import Proven, ProvenEncoder, ProvenLayer, ProvenPart
@@ -102,10 +103,11 @@ def _runs(
     """The layers of the list at `path`, the i-th like the shrunk layer follows[i] of `layers`; kinds that are new are
     added to `kinds`. sets: the parts that layers share. keeps_first: the first layer hands on its input."""
     runs: list[LayerRun] = []
+    taken = taken_by(layers, config)
     for index, shrunk in enumerate(follows):
         which = next((number for number, held in enumerate(sets) if index in held.layers), None)
         shared = () if which is None else sets[which].parts
-        kind = _layer_kind(model, config, path, layers[shrunk], index, shared)
+        kind = without_idle_leaves(_layer_kind(model, config, path, layers[shrunk], index, shared), taken)
         if keeps_first and index == 0:
             kind = kind.model_copy(update={"keeps": "x"})
         if kind not in kinds:

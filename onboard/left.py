@@ -6,7 +6,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dayzero.onboard.calls import Call
+from dayzero.onboard.calls import Call, same
+from dayzero.onboard.reference import Promote
 from dayzero.runtime.nn.attention import KEYS, VALUES
 from dayzero.runtime.nn.carried_router import STATE
 from dayzero.runtime.nn.distance_bias import BIAS
@@ -20,11 +21,8 @@ def left_by_earlier(call: Call) -> dict[str, Tensor]:
     shared: dict[str, Tensor] = {}
     if (index := handed_index(call)) is not None:
         shared[SELECTED] = index
-    for name, (compressed, turned) in handed_latents(call).items():
-        joined = torch.cat((compressed, turned), -1)
-        shared[LATENTS + name] = joined.reshape(-1, joined.shape[-1])
-    for name, (key, value) in handed_heads(call).items():
-        shared[KEYS + name], shared[VALUES + name] = (part.transpose(1, 2).flatten(0, 1) for part in (key, value))
+    for name, pair in handed_heads(call).items():
+        shared |= as_shared(name, pair)
     if (state := handed_state(call)) is not None:
         shared[STATE] = shared[LAYER_INPUT] = state
     if (routing := handed_routing(call)) is not None:
@@ -112,8 +110,8 @@ def handed_heads(call: Call, after: bool = False) -> dict[str, tuple[Tensor, Ten
             held = dict(value)
             args = tuple(held if a is value else a for a in call.args)
             kwargs = {name: held if a is value else a for name, a in call.kwargs.items()}
-            with torch.no_grad():
-                call.replay_exactly(args, kwargs)
+            with torch.no_grad(), Promote():
+                call.module(*args, **kwargs)
         for name, pair in held.items():
             if not isinstance(pair, (tuple, list)) or len(pair) != 2:
                 continue
@@ -122,6 +120,19 @@ def handed_heads(call: Call, after: bool = False) -> dict[str, tuple[Tensor, Ten
             if all(p.shape[0] == batch and p.shape[2] == length for p in pair) and pair[0].shape[1] == pair[1].shape[1]:
                 found[str(name)] = (pair[0].detach(), pair[1].detach())
     return found
+
+
+def left_behind(call: Call) -> dict[str, tuple[Tensor, Tensor]]:
+    """The pairs [B, G, S, D] that the call writes into a mapping among its arguments, by name."""
+    before, after = handed_heads(call), handed_heads(call, after=True)
+    return {name: pair for name, pair in after.items() if name not in before or not same(pair[0], before[name][0])}
+
+
+def as_shared(name: str, pair: tuple[Tensor, Tensor]) -> dict[str, Tensor]:
+    """A pair [B, G, S, D] under the names of `Context.shared`: keys and values, and latents where it has one head."""
+    keys, values = (part.transpose(1, 2).flatten(0, 1) for part in pair)
+    latents = {LATENTS + name: torch.cat((keys[:, 0], values[:, 0]), -1)} if keys.shape[1] == 1 else {}
+    return {KEYS + name: keys, VALUES + name: values, **latents}
 
 
 def left_with_first_token_moved(call: Call) -> tuple[tuple[Any, ...], dict[str, Any]] | None:

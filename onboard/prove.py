@@ -6,7 +6,7 @@ execute the same operations with the same constants.
 """
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -15,9 +15,14 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from dayzero.onboard.calls import join
 from dayzero.onboard.candidates import Candidate, Site, propose
+from dayzero.onboard.chains import ChainCall
+from dayzero.onboard.left import as_shared, left_behind
 from dayzero.onboard.reference import never_trained, redraw, state_of
 from dayzero.onboard.trace import trace
+from dayzero.runtime.nn import Context
 from dayzero.runtime.nn.attend import shifted_scores
+from dayzero.runtime.nn.attention import KEYS, VALUES
+from dayzero.runtime.nn.latent_attention import LATENTS
 
 TOLERANCE = 1e-9  # relative, float64
 BOUND = 400  # candidates looked at for one module
@@ -66,16 +71,19 @@ def relative_error(ours: Tensor, reference: Tensor, floor: float = 0.0) -> float
     return miss / size if size else (0.0 if miss == 0 else float("inf"))
 
 
-def block_function(site: Site, block: nn.Module, *, exact: bool = True) -> Callable[[Tensor], Tensor]:
-    """The block as a function of the reference's hidden input: [B, S, H] in, [B, S, H] out."""
+def block_function(
+    site: Site, block: nn.Module, *, exact: bool = True, context: Context | None = None
+) -> Callable[[Tensor], Tensor]:
+    """The block as a function of the reference's hidden input: [B, S, H] in, [B, S, H] out. context: the site's, a
+    fresh one each time, if there is none."""
 
     def call(hidden: Tensor) -> Tensor:
-        context = site.context
+        seen = context or site.context
         like_the_reference = shifted_scores() if exact and "max" in site.operations.steps else contextlib.nullcontext()
         inputs = site.call.split(hidden)
         # The fused attention recomputes probabilities from a log-sum-exp, which loses digits once softmax saturates.
         with sdpa_kernel(SDPBackend.MATH) if exact else contextlib.nullcontext(), like_the_reference:
-            out = block(*inputs, context) if getattr(block, "uses_context", False) else block(*inputs)
+            out = block(*inputs, seen) if getattr(block, "uses_context", False) else block(*inputs)
         return (join(out, 1) if isinstance(out, tuple) else out).reshape(site.call.result.shape)
 
     return call
@@ -110,11 +118,12 @@ def attempt(
     *,
     thorough: bool,
     gains: Sequence[float] = _WEIGHT_GAINS,
+    leaves_all: bool = True,
 ) -> Attempt:
     """One candidate against the module. Not thorough: output on the captured input only, which costs little.
 
     gains: of the weights that are redrawn for fresh inputs; fewer of them for a claim that was proven on a model like
-    this one.
+    this one. leaves_all: False for a block that need not leave for later layers what none of them takes.
     """
     try:
         block = candidate.build(site.module, site.config).to(torch.float64)
@@ -145,6 +154,8 @@ def attempt(
             for name, tensor in state_of(site.module).items():
                 tensor.copy_(saved[name])
     _load(block, candidate, site)
+    if wrong := _left(site, block, leaves_all):
+        return Attempt(candidate, worst, where, wrong)
     function = block_function(site, block, exact=False)
     ours = trace(lambda: function(site.call.hidden))
     # Copied code makes its own rotary tables again; our blocks are handed them.
@@ -152,6 +163,28 @@ def attempt(
     unexplained = [f"reference only: {line}" for line in _without_lengths(site, theirs.difference(ours))]
     unexplained += [f"block only: {line}" for line in ours.difference(theirs)]
     return Attempt(candidate, worst, where, "; ".join(unexplained))
+
+
+def _left(site: Site, block: nn.Module, leaves_all: bool) -> str:
+    """How the block leaves something else for later layers than the module; "" where it does not."""
+    handed = any(isinstance(value, Mapping) for value in [*site.call.args, *site.call.kwargs.values()])
+    if not handed or isinstance(site.call, ChainCall):  # what a layer leaves before its chain begins is another part's
+        return ""
+    theirs, context = left_behind(site.call), site.context
+    before = dict(context.shared)
+    with torch.no_grad():
+        block_function(site, block, context=context)(site.call.hidden)
+    left = {name: held for name, held in context.shared.items() if before.get(name) is not held}
+    kinds = (KEYS, VALUES, LATENTS)
+    ours = {name: kind for name in left for kind in kinds if name.startswith(kind)}
+    names = {name.removeprefix(kind) for name, kind in ours.items()}
+    if not names <= theirs.keys() or (leaves_all and names != theirs.keys()):
+        return f"leaves {sorted(names) or 'nothing'} for later layers, the module {sorted(theirs) or 'nothing'}"
+    for name, pair in theirs.items():
+        for wanted, held in as_shared(name, pair).items():
+            if wanted in ours and not relative_error(left[wanted], held) <= TOLERANCE:
+                return f"leaves other {wanted!r} for later layers"
+    return ""
 
 
 def _without_lengths(site: Site, lines: list[str]) -> list[str]:

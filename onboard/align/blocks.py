@@ -60,7 +60,7 @@ def places(package: Package, ours: nn.Module) -> Iterator[Place]:
         yield Place("embed_norm", path_of(spec.embed_norm), spec.embed_norm, ours.get_submodule("embed_norm"))
     for stack, kinds in spec.stacks().items():
         for index, kind in enumerate(kinds):
-            for part in kind.parts:
+            for part in kind.all_parts:
                 name = f"{stack}.{index}.{part.name}"
                 module = dict(ours.get_submodule(f"{stack}.{index}").all_parts())[part.name]  # type: ignore[operator]
                 alone = "," not in part.reads and not isinstance(module, (Routing, LeaveRouting))
@@ -206,7 +206,7 @@ def _tried(place: Place, site: Site, generator: torch.Generator) -> Attempt:
         candidate = as_candidate(place, site)
     except NoRule as error:
         return Attempt(Candidate(place.spec.block, {}, {}), float("inf"), "weights", str(error))
-    return attempt(candidate, site, generator, thorough=True, gains=_GAINS)
+    return attempt(candidate, site, generator, thorough=True, gains=_GAINS, leaves_all=False)
 
 
 def as_candidate(place: Place, site: Site) -> Candidate:

@@ -162,7 +162,8 @@ FAMILIES: dict[str, Family] = {
     "flint": Family("FlintForCausalLM", {"layer_types": [FULL, SLIDING, SLIDING, FULL], "mlp_only_layers": [1]}),
     "gemma4": Family("Gemma4ForCausalLM", {
         "enable_moe_block": True, "global_head_dim": 20, "layer_types": [SLIDING, SLIDING, FULL, FULL],
-        "hidden_size_per_layer_input": 14, "vocab_size_per_layer_input": 199,
+        "hidden_size_per_layer_input": 14, "vocab_size_per_layer_input": 199, "num_kv_shared_layers": 1,
+        "use_double_wide_mlp": True,
     }),
     "glm4_moe": Family("Glm4MoeForCausalLM"),
     "glm4_moe_lite": Family("Glm4MoeLiteForCausalLM", {**LATENT, "mlp_layer_types": DENSE_FIRST}),
