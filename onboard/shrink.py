@@ -16,6 +16,7 @@ from dayzero.onboard.config_fields import SIZES
 from dayzero.onboard.reference import build
 from dayzero.onboard.shrink_layers import (
     cut_layers,
+    encoder_signatures,
     followed,
     kind_of,
     layer_list,
@@ -66,7 +67,7 @@ def shrink_model(config: Mapping[str, Any], tell: Callable[[str], None] = lambda
     model, _ = build(complete, device="meta")
     text = text_path(complete, len(layer_list(model)))
     signatures = layer_signatures(model)
-    cut = cut_layers(complete, text, signatures)
+    cut = cut_layers(complete, text, signatures, encoder_signatures(model))
     wanted = _tensors(cut.model)
 
     def matters(changed: Mapping[str, Any]) -> bool:

@@ -195,8 +195,22 @@ class Cut:
     numbered: frozenset[tuple[str, ...]]
 
 
-def cut_layers(config: Mapping[str, Any], text: tuple[str, ...], signatures: Sequence[Signature]) -> Cut:
+def encoder_signatures(model: nn.Module) -> list[Signature]:
+    """The same of the encoder that the decoder looks at; [] without one."""
+    path = encoder_path(model) if hasattr(model, "config") else None
+    lists = [] if path is None else list(_outer_lists(model.get_submodule(path)))
+    heavy = max(lists, key=lambda held: sum(p.numel() for p in held.parameters()), default=None)
+    return [] if heavy is None else layer_signatures(model, heavy)
+
+
+def cut_layers(
+    config: Mapping[str, Any],
+    text: tuple[str, ...],
+    signatures: Sequence[Signature],
+    encoder: Sequence[Signature] = (),
+) -> Cut:
     """The config with the layers that a small model needs. text: where in the config the language model's part is.
+    encoder: signatures of the layers of an encoder beside it, of which every kind is needed too.
 
     Raises UnknownArchitecture where no way of cutting gives the layers that were wanted.
     """
@@ -205,7 +219,7 @@ def cut_layers(config: Mapping[str, Any], text: tuple[str, ...], signatures: Seq
     for kept in _choices(signatures, kinds):
         for made in _cuts(config, text, total, kept):
             cut = _tried(made, signatures, kept, kinds)
-            if cut is not None:
+            if cut is not None and {kind_of(s) for s in encoder} <= {kind_of(s) for s in encoder_signatures(cut.model)}:
                 return cut
     raise UnknownArchitecture(f"no field of the config is known to hold the number of layers, {total}")
 
@@ -266,6 +280,11 @@ def _cuts(
                     if below != part[name] and name not in numbered:
                         changed = {**made, name: below}
                         yield _placed(config, text, changed), frozenset((*text, n) for n in {*numbered, name})
+    # Of how many layers something holds may be said for all of them: every so many has it.
+    share = {name: max(1, part[name] * len(kept) // total) for name in bounds if "layers" in name}
+    if share and named:
+        made, numbered = _cut(part, named, total, kept, 0)
+        yield _placed(config, text, {**made, **share}), frozenset((*text, name) for name in {*numbered, *share})
 
 
 def _cut(
