@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
@@ -12,7 +12,7 @@ from dayzero.runtime.loss import Head, summed_cross_entropy
 from .context import Context, Source, lengths_of, positions_of
 from .encoder import Encoder
 from .layer_inputs import LAYER_INPUT
-from .loop import MESSAGE, Loop, Stream
+from .loop import Loop, Stream
 
 if TYPE_CHECKING:
     from dayzero.runtime.split import Split
@@ -137,11 +137,9 @@ class CausalLM(nn.Module):
             for number in numbers:
                 # Each has its own view of what earlier ones left: recomputed later, it finds what it found the first
                 # time.
-                own: dict[str, Any] = {} if inputs is None else {LAYER_INPUT: inputs[:, number]}
-                if messages is not None:
-                    own[MESSAGE] = messages[number - numbers.start]
-                left = {name: held for name, held in context.shared.items() if name != MESSAGE}
-                context = replace(context, shared=left | own)
+                own = {} if inputs is None else {LAYER_INPUT: inputs[:, number]}
+                message = None if messages is None else messages[number - numbers.start]
+                context = replace(context, shared={**context.shared, **own}, message=message)
                 x = self.layers[number](x, context)
             return x
 

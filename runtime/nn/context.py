@@ -23,6 +23,7 @@ class Context:
     tables: (cos, sin), each [T, pairs] with every frequency once, one for each rotary embedding of the model.
     ids: [T] int64, the token ids. shared: what an earlier layer leaves for later ones, by the name that both know.
     source: of a decoder with cross attention. use: of a part that several layers share, which of them this is.
+    message: of a layer that runs again, what it is handed of the pass before, [T, H] each; None in its first pass.
     """
 
     cu_seqlens: Tensor
@@ -33,6 +34,7 @@ class Context:
     shared: dict[str, Tensor] = field(default_factory=dict)
     source: Source | None = None
     use: int = 0
+    message: tuple[Tensor, ...] | None = None
 
 
 def lengths_of(cu_seqlens: Tensor, tokens: int) -> tuple[int, ...]:

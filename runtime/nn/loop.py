@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 
 from torch import Tensor, nn
 
-MESSAGE = "message"  # what a layer is handed of the pass before: in the context, and by name in its wiring
+MESSAGE = "message"  # what a layer is handed of the pass before, in its wiring
 Stream = Tensor | tuple[Tensor, ...]
 Run = Callable[[Stream, range, Sequence[tuple[Tensor, ...]] | None], Stream]
 
