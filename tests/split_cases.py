@@ -114,6 +114,8 @@ CASES: dict[str, Build] = {
     "attention-shared-keys": lambda: SharedKeys(2),
     "attention-shared-key": lambda: SharedKeys(1),
     "attention-lora": lambda: adapted(gqa(1, bias=True, output_bias=True)),
+    "attention-additions": lambda: nn.Adapted(gqa(1, qk_norm="head"), [["query"], ["key"]], rank=3, uses=2),
+    "feed-forward-additions": lambda: nn.Adapted(ffn(bias=True), [["gate", "up"]], rank=3),
     "mixture-of-attention": lambda: nn.MixtureOfAttention(
         nn.Router(HIDDEN, 4, 2, scored="selected"), nn.Experts(4, HIDDEN, 12, None, is_gated=False), 2, 0.4, bias=True
     ),

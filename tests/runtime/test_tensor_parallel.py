@@ -17,7 +17,7 @@ from dayzero.runtime.tensor_parallel import cuts_of
 
 NEVER_CUT = {
     "indexed-attention-blocks", "convolution-residual", "mixture-joint", "mixture-hashed", "mixture-capacity",
-    "mixture-carried", "mixture-of-attention",
+    "mixture-carried", "mixture-of-attention", "attention-additions", "feed-forward-additions",
 }  # fmt: skip
 UNTRIED = {
     "SelfGatedRMSNorm",
