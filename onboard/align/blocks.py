@@ -101,7 +101,7 @@ def blocks_rung(generated: Package, config: Mapping[str, Any]) -> Rung:
     except NotLoaded as error:
         return judge({str(error): float("inf")}, THRESHOLDS["L1"])
     generator = torch.Generator().manual_seed(6)
-    errors = dict(pair.rotaries())
+    errors = {**dict(pair.rotaries()), **dict(pair.positions())}
     for place, site in pair.blocks():
         tried = _tried(place, site, generator)
         errors[f"{place.both}: {tried.objection or tried.where}"] = tried.error if tried.proven else _failed(tried)
@@ -127,6 +127,18 @@ class SideBySide:
         for index, spec in enumerate(self.generated.spec.rotaries):
             error = _table_error(self.calls.get(path_of(spec)), self.tables[index], len(self.ids))
             yield f"rotaries.{index}, for {path_of(spec)}", error
+
+    def positions(self) -> Iterator[tuple[str, float]]:
+        """What is added to the embeddings of each stack by name, and how far it is from the reference's."""
+        spec = self.generated.spec
+        for name, block in (
+            ("positions", spec.positions),
+            ("encoder.positions", spec.encoder and spec.encoder.positions),
+        ):
+            if block is not None and (call := self.calls.get(path_of(block))) is not None:
+                lengths = (self.ids.shape[1],) * self.ids.shape[0]
+                mine = self.ours.get_submodule(name)(self.ids.flatten(), lengths, torch.float64)
+                yield f"{name}, for {call.path}", relative_error(mine.view(call.result.shape), call.result)
 
     def blocks(self) -> Iterator[tuple[Place, Site]]:
         """Every distinct block that can be compared by itself, and the module that it stands for."""

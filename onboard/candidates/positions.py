@@ -18,10 +18,11 @@ def propose_positions(call: Call, ids: Tensor, config: Any) -> Candidate | None:
     """call: of a module that is fed ids [B, S] and gives [B, S, H]. None where no formula here gives the same."""
     for candidate in _candidates(call):
         try:
-            block = candidate.build(call.module, config)
+            spec = candidate.spec(call.module, config)
         except (ValueError, TypeError, AttributeError):
             continue
-        if all(_same(block, call, ids, other) for other in _others(ids, block.padding)):
+        others = _others(ids, spec.arguments.get("padding"))
+        if all(_same(spec.build(), call, ids, other) for other in others):
             return candidate
     return None
 
