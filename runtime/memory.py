@@ -137,6 +137,12 @@ class Model:
     moments: Moments
     saves_copy: bool
 
+    @property
+    def handed(self) -> int:
+        """Elements a token of what the model hands to its layers one by one."""
+        inputs = self.built.layer_inputs
+        return 0 if inputs is None else inputs.projection.out_features  # type: ignore[union-attr, return-value]
+
     @cached_property
     def _measured(self) -> dict[int, list[LayerBytes]]:
         return {}
@@ -313,7 +319,8 @@ def batch_memory(
 
     activations: what every layer keeps for its backward pass; with recompute, its output, what it leaves for later
         layers and its selections, and all that the largest layer keeps. In both cases what the layer with the largest
-        need works with beside that (`activations`), and 2 c T H for the last norm.
+        need works with beside that (`activations`), and 2 c T H for the last norm. What is handed to layers one by one,
+        [T, layers, P], is kept whole, and before its norm too.
     expert_copies: rows on their way between the ranks of an exchange (`activations.travelling_bytes`).
     logits: min(T, chunk) * V * (8 + c, or 8 if c is 4), and with chunks 4 V H for the sum that is a trained head's
         gradient. V / tp of T / cp tokens where tp cuts the vocabulary.
@@ -338,7 +345,7 @@ def batch_memory(
     moes = [moe for kind in model.kinds for moe in kind.moes]
     rows = {"shared_rows": max(shared) if recompute else sum(shared[i] for i in model.order)} if tp * cp > 1 else {}
     return rows | {
-        "activations": activations + 2 * compute * tokens * hidden,
+        "activations": activations + 2 * compute * tokens * (hidden + model.handed),
         "expert_copies": max((travelling_bytes(moe, compute, tokens, ep) for moe in moes), default=0),
         "logits": logits,
     }

@@ -53,6 +53,10 @@ def parallelise(model: CausalLM, meshes: Meshes, compute: torch.dtype | None = N
                 placement = _expert_placement(module, meshes.experts["efsdp"].size())
                 fully_shard(module, mesh=meshes.experts["efsdp"], mp_policy=policy, shard_placement_fn=placement)
         fully_shard(layer, mesh=meshes.dense, mp_policy=policy, shard_placement_fn=place)
+    for rotary in model.rotaries:
+        if any(True for _ in rotary.parameters()):
+            # Frequencies rounded to bfloat16 would turn far positions by other angles.
+            fully_shard(rotary, mesh=meshes.dense, mp_policy=MixedPrecisionPolicy(), shard_placement_fn=place)
     fully_shard(model, mesh=meshes.dense, mp_policy=policy, shard_placement_fn=place)
     for module in model.modules():
         if isinstance(module, FSDPModule):

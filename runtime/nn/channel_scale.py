@@ -22,4 +22,4 @@ class ChannelScale(nn.Module):
         nn.init.ones_(self.weight)
 
     def forward(self, x: Tensor) -> Tensor:
-        return x * self.weight
+        return x * self.weight.to(x.dtype)

@@ -1,6 +1,8 @@
 """What every layer of one forward pass shares: where documents begin, token positions and ids, rotary tables."""
 
 import itertools
+from collections import UserDict
+from collections.abc import MutableMapping
 from dataclasses import dataclass, field
 
 import torch
@@ -14,6 +16,11 @@ class Source:
 
     states: Tensor
     lengths: tuple[int, ...]
+
+
+class Shared(UserDict[str, Tensor]):
+    """What layers leave for one another, by name. No dict: what shards layers copies every dict among their arguments
+    to cast what is inside, and what a layer left in a copy would be lost."""
 
 
 @dataclass(frozen=True)
@@ -31,10 +38,14 @@ class Context:
     position: Tensor
     tables: tuple[tuple[Tensor, Tensor], ...] = ()
     ids: Tensor | None = None
-    shared: dict[str, Tensor] = field(default_factory=dict)
+    shared: MutableMapping[str, Tensor] = field(default_factory=Shared)
     source: Source | None = None
     use: int = 0
     message: tuple[Tensor, ...] | None = None
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.shared, Shared):
+            object.__setattr__(self, "shared", Shared(self.shared))
 
 
 def lengths_of(cu_seqlens: Tensor, tokens: int) -> tuple[int, ...]:

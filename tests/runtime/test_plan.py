@@ -158,6 +158,13 @@ def test_activations_are_what_a_pass_leaves_alive(name, mode):
             assert layer.kept > layer.output > 0
 
 
+def test_inputs_of_layers_are_kept_for_all_of_them():
+    model, mesh = measure(odd_specs.read("gemma4"), "full", "bf16", 4), Mesh(dp_replicate=1, dp_shard=1, ep=1, efsdp=1)
+    both = memory(model, mesh, 8, recompute=False, loss_chunk=None)["activations"]
+    model.built.layer_inputs = None  # what layers keep is measured already
+    assert both - memory(model, mesh, 8, recompute=False, loss_chunk=None)["activations"] == 2 * 2 * 8 * 4 * 14
+
+
 @pytest.mark.parametrize("mode", ["full", "lora"])
 def test_kept_activations_of_a_layer_counted_by_hand(spec, mode):
     """Queries, keys, values and their norms' inputs, attention's result and log-sum-exp, two norms, the routed part."""
