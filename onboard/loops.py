@@ -4,9 +4,10 @@ A module of the list that is called again is one that runs again. Either a pass 
 or it begins where the first began and is handed something that a module made of what the one before kept and gave.
 """
 
+import contextlib
 import copy
 import itertools
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -110,17 +111,14 @@ def in_pass(calls: Mapping[str, Call], layers: str, loop: LoopParts, number: int
         layer = f"{layers}.{index}"
         this = visits(calls[layer])[number]
         before = visits(calls[layer])[number - 1].order if number else -1
-        for call in every:
-            if call.path.startswith(f"{layer}.") and before < call.order < this.order:
-                names = itertools.chain([call.path], (f"{call.path}@{use}" for use in itertools.count(2)))
-                made[next(name for name in names if name not in made)] = call
+        made |= by_use(c for c in every if c.path.startswith(f"{layer}.") and before < c.order < this.order)
         made[layer] = this
     return made
 
 
 @dataclass
 class EachLayerCall(SeveralCall):
-    """The module that makes messages, for all layers: its results for each of them, one after the other."""
+    """The module that makes messages, for `count` layers: its results for each of them, one after the other."""
 
     place: int | str = 0
     count: int = 1
@@ -151,12 +149,59 @@ def message_call(calls: Mapping[str, Call], loop: LoopParts) -> EachLayerCall:
             else:
                 kwargs[place] = more
     places = tuple(place for place, _ in top_level(call))
-    held = EachLayerCall(
-        call.path, call.module, tuple(args), kwargs, None, places=places, place=loop.place, count=loop.count
-    )
-    with torch.no_grad():
-        held.output = held.replay_exactly(held.args, held.kwargs)
+    held = EachLayerCall(call.path, call.module, tuple(args), kwargs, None, places=places, place=loop.place)
+    with torch.no_grad(), contextlib.suppress(IndexError):
+        for held.count in itertools.count(1):  # it may be able to work for more layers than there are
+            held.output = held.replay_exactly(held.args, held.kwargs)
+    held.count -= 1
     return held
+
+
+def with_other_messages(calls: Mapping[str, Call], layer: str, message: Tensor) -> tuple[dict[str, Call], Tensor]:
+    """The calls with those of a layer as it runs where all that it is handed of the pass before differs, and that:
+    what a pass kept may be so little that all messages are the same, and one could be read for another."""
+    call = calls[layer]
+    other = torch.randn(message.shape, generator=torch.Generator().manual_seed(0), dtype=message.dtype)
+
+    def changed(value: Any) -> Any:
+        return other if isinstance(value, Tensor) and value.ndim == 4 and equal(value, message) else value
+
+    args, kwargs = tuple(map(changed, call.args)), {name: changed(value) for name, value in call.kwargs.items()}
+    seen, output = record_inside(call, args, kwargs)
+    made = {path: held for path, held in calls.items() if not f"{path}.".startswith(f"{layer}.")}
+    made |= by_use(seen)
+    made[layer] = replace(call, args=args, kwargs=kwargs, output=output, later=[])
+    return made, other
+
+
+def record_inside(call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[Call], Any]:
+    """The calls of all modules inside this one, in order, where it is called with other arguments; and its output."""
+    seen: list[Call] = []
+    handles = []
+    for name, module in call.module.named_modules():
+        if not name:
+            continue
+
+        def note(module, given, named, output, path=f"{call.path}.{name}"):
+            seen.append(Call(path, module, given, named, output, order=len(seen)))
+
+        handles.append(module.register_forward_hook(note, with_kwargs=True))
+    try:
+        with torch.no_grad():
+            output = call.replay_exactly(args, kwargs)
+    finally:
+        for handle in handles:
+            handle.remove()
+    return seen, output
+
+
+def by_use(calls: Iterable[Call]) -> dict[str, Call]:
+    """By path, and a module that runs more than once also under "path@2" and so on."""
+    made: dict[str, Call] = {}
+    for call in calls:
+        names = itertools.chain([call.path], (f"{call.path}@{use}" for use in itertools.count(2)))
+        made[next(name for name in names if name not in made)] = call
+    return made
 
 
 def passes_evidence(reference: nn.Module, ids: Tensor, layers: str, loop: LoopParts) -> Evidence:

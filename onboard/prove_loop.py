@@ -9,8 +9,10 @@ from typing import Any, Protocol
 from torch import Tensor, nn
 
 from dayzero.onboard.calls import Call, Undiscovered
+from dayzero.onboard.candidates.evidence import literal
+from dayzero.onboard.kept_inputs import is_kept
 from dayzero.onboard.layer_wiring import Again
-from dayzero.onboard.loops import LoopParts, in_pass, message_call, message_of, passes_evidence
+from dayzero.onboard.loops import LoopParts, in_pass, message_call, message_of, passes_evidence, with_other_messages
 from dayzero.onboard.prove import Attempt
 from dayzero.onboard.proven import (
     NotProven,
@@ -43,12 +45,18 @@ def prove_in_passes(
 ) -> ProvenLayer:
     """Layer `index`, as it is in the last pass, whose calls these are, and in the first. Raises NotProven."""
     assert prover.loop is not None
-    with prover.seeing(last, Again(message_of(prover.calls, prover.loop, index))):
+    layer = f"{prover.layers}.{index}"
+    message = message_of(prover.calls, prover.loop, index)
+    calls = last
+    if message is not None:
+        calls, message = with_other_messages(last, layer, message)
+    with prover.seeing(calls, Again(message)):
         later = prove_layer()
     places = {part.path: part.unit.call.places for part in later.parts if isinstance(part.unit.call, SeveralCall)}
     with prover.seeing(in_pass(prover.calls, prover.layers, prover.loop, 0), Again(None, places)):
         first = prove_layer()
-    return both_passes(f"{prover.layers}.{index}", first, later)
+    found = both_passes(layer, first, later)
+    return replace(found, keeps={"x": literal(1.0, "plain sum")} if is_kept(last, layer) else {})
 
 
 def both_passes(layer: str, first: ProvenLayer, later: ProvenLayer) -> ProvenLayer:
@@ -68,7 +76,7 @@ def both_passes(layer: str, first: ProvenLayer, later: ProvenLayer) -> ProvenLay
             if part.unit.path:
                 known[part.unit.path] = held
         steps.append(ProvenStep(part.unit.name, held.unit.name, [part.factors, *part.more]))
-    return replace(first, keeps=later.keeps, again=ProvenAgain(own, steps, later.gives))
+    return replace(first, again=ProvenAgain(own, steps, later.gives))
 
 
 def _free(name: str, taken: set[str]) -> str:

@@ -134,7 +134,7 @@ def _resized(source: Source, shape: Shape, sizes: Mapping[int, int], place: Plac
             known = shape[dim]
             if known is not None and known % real_groups:
                 raise NoRule(f"{known} rows do not fall into {real_groups} groups")
-            length = known // real_groups if known is not None else _real(stop - start, sizes)
+            length = known // real_groups if known is not None else _length(stop - start, sizes)
             first, last = _block(source, length) if isinstance(source, Excerpt) else place(source, length, real_groups)
             return replace(
                 source, start=first, stop=last, part=inner(part, _with(shape, dim, None)), groups=real_groups
@@ -147,6 +147,11 @@ def _resized(source: Source, shape: Shape, sizes: Mapping[int, int], place: Plac
                 part=inner(part, shape),
             )
     return source.with_children(tuple(inner(child, shape) for child in source.children))
+
+
+def _length(rows: int, sizes: Mapping[int, int]) -> int:
+    """Of a part: one row is one at any size, since every size of the small config is more."""
+    return 1 if rows == 1 else _real(rows, sizes)
 
 
 def _block(excerpt: Excerpt, length: int) -> tuple[int, int]:

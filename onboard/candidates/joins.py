@@ -10,7 +10,7 @@ from dayzero.onboard.candidates.factor import explain_factor
 from dayzero.onboard.candidates.nesting import Inner
 from dayzero.onboard.candidates.norm import epsilons
 from dayzero.onboard.reference import state_of
-from dayzero.runtime.weights import Flatten, Source, Squeeze, Stored
+from dayzero.runtime.weights import Source, Squeeze, Stored
 
 
 def propose_join(site: Site) -> list[Candidate]:
@@ -42,10 +42,9 @@ def _attention(site: Site, shapes: dict[str, tuple[int, ...]]) -> Iterator[Candi
             continue
         if any(len(shapes[name]) != 1 for name in rest):
             continue
-        count = _rows(query) if queries > 1 else literal(1, "one output")
+        count = size(query, len(shape) - 2) if queries > 1 else literal(1, "one output")
         held: Source = Squeeze((0,), Stored(query)) if queries == 1 and len(shape) == 2 else Stored(query)
-        if len(shape) == 3:
-            held = Flatten(0, held)
+        sets = {"sets": size(query, 0)} if len(shape) == 3 else {}
         parameters = {"query": held, **({"norm.weight": Stored(rest[0])} if rest else {})}
         for eps, scale, normed in itertools.product(epsilons(site), _scales(site, width), (False, True)):
             arguments = {
@@ -55,13 +54,9 @@ def _attention(site: Site, shapes: dict[str, tuple[int, ...]]) -> Iterator[Candi
                 "queries": count,
                 "weighted": literal(bool(rest), "the parameters"),
                 "normed_values": literal(normed, "enumerated"),
+                **sets,
             }
             yield Candidate("AttentionResidual", arguments, dict(parameters))
-
-
-def _rows(name: str) -> Evidence:
-    """How many vectors the parameter holds."""
-    return Evidence(f"rows of {name}", lambda module, config: prod(module.get_parameter(name).shape[:-1]))
 
 
 def _message_gates(site: Site, shapes: dict[str, tuple[int, ...]], width: int) -> Iterator[Candidate]:

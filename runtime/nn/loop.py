@@ -14,8 +14,8 @@ class Loop(nn.Module):
     """Layers first .. first + count - 1 run `passes` times, one pass after the other, then the layers after them.
 
     restarts: every pass begins with the stream, and what was kept of it, as they were before the first one; otherwise a
-    pass goes on with what the one before gave. message: makes of what the pass before kept and gave, [T, H] each, as
-    many values as the layers are handed together; they are dealt out in equal parts, in order.
+    pass goes on with what the one before gave. message: makes of what the pass before kept and gave, [T, H] each, the
+    values that the layers are handed in the next one, `message.queries` for each of them, in order.
     """
 
     def __init__(self, first: int, count: int, passes: int, restarts: bool = False, message: nn.Module | None = None):
@@ -40,6 +40,5 @@ class Loop(nn.Module):
         if self.message is None:
             return [()] * self.count
         left = x[len(before) :] if isinstance(x, tuple) else (x,)
-        made = self.message(*left)
-        each = len(made) // self.count
+        made, each = self.message(*left), int(self.message.queries)  # type: ignore[arg-type]
         return [tuple(made[number * each : (number + 1) * each]) for number in range(self.count)]
