@@ -163,6 +163,10 @@ def around(spec: ModelSpec) -> list[tuple[str, str]]:
         rows.append(("streams", f"{spec.streams} copies of the residual between layers"))
     if spec.history:
         rows.append(("history", "layers look back at what earlier ones kept"))
+    for number, kind in enumerate(spec.shared):
+        names = [part.name for part in spec.layer_kinds[kind].parts if part.shared]
+        layers = [layer for layer, (_, which, _) in enumerate(spec.uses()) if which == number]
+        rows.append((f"shared parts {number}", f"{', '.join(names)} of layers {ranges(layers)}, held once"))
     if spec.merge is not None:
         rows.append(("merge", title(spec.merge)))
     rows.append(("last norm", title(spec.norm)))

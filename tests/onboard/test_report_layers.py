@@ -67,6 +67,15 @@ def test_scales_of_embedding_and_logits_are_shown(base):
     assert around["head"] == "the embedding's matrix, times 0.25, softcap 30, 190 of its rows are tokens"
 
 
+def test_parts_that_layers_share_are_named_with_their_layers():
+    spec = odd_specs.read("zamba")
+    run = next(run for run in spec.layers if run.shared is not None)
+    more = run.model_copy(update={"first": run.first + 1})
+    rows = dict(report_layers.around(spec.model_copy(update={"layers": [*spec.layers, more]})))
+    shown = f"mixer_norm, mixer, ffn_norm, ffn of layers {run.first}-{run.first + 1}, held once"
+    assert rows["shared parts 0"] == shown
+
+
 def test_lifted_parts_are_named_with_their_layers(base):
     proof = Proof(status="lifted", module="model.layers.{layer}.odd", error=1e-12)
     odd = BlockSpec(
