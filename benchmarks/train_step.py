@@ -2,9 +2,10 @@
 
 One model of 64 experts, 4 a token, hidden width 512, expert width 256, with the same weights for all: ours, and
 transformers with its eager experts and with its grouped_mm experts, for LoRA with peft around those. On one process and
-on two, where ours shares the experts (ep 2) and transformers is sharded by FSDP2. Every variant has processes of its
-own; memory is their peak beyond what they held before the model. A step is forward, backward and AdamW; the fastest
-counts.
+on two, where ours shares the experts (ep 2) and transformers is sharded by FSDP2. The tokens are one document, or
+documents of 64 to 1,024 tokens as in instruction tuning: packed for ours, a padded batch for transformers, whose
+attention has no packing on a CPU; only real tokens count. Every variant has processes of its own; memory is their peak
+beyond what they held before the model. A step is forward, backward and AdamW; the fastest counts.
 `x` is ours against the row: times the tokens/s, part of the memory. The loss of the first step shows that all compute
 the same.
 """
@@ -24,7 +25,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from rich.console import Console
 from rich.table import Table
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 
 from dayzero.runtime.headers import read_headers
@@ -36,6 +37,8 @@ from dayzero.runtime.parallel import Layout, make_meshes, parallelise
 VOCABULARY = 4096
 ADAPTED = {"q_proj", "k_proj", "v_proj", "o_proj"}
 VARIANTS = ("ours", "eager", "grouped_mm")
+LOSS_CHUNK = 512  # tokens whose logits exist at a time
+LENGTHS = (64, 1024)  # of ragged documents
 
 
 def checkpoint(folder: Path, layers: int) -> None:
@@ -51,7 +54,11 @@ def checkpoint(folder: Path, layers: int) -> None:
         norm_topk_prob=True, max_position_embeddings=1 << 15, mlp_only_layers=[], architectures=["Qwen3MoeForCausalLM"],
     )  # fmt: skip
     torch.manual_seed(0)
-    Qwen3MoeForCausalLM(config).save_pretrained(folder / "checkpoint")
+    model = Qwen3MoeForCausalLM(config)
+    with torch.no_grad():
+        for parameter in model.parameters():  # numbers that both dtypes have
+            parameter.copy_(parameter.bfloat16())
+    model.save_pretrained(folder / "checkpoint")
     handmade.write(folder / "checkpoint", folder / "package")
 
 
@@ -87,7 +94,31 @@ def their_model(folder: Path, dtype: torch.dtype, lora: bool, experts: str) -> n
     return model
 
 
-def one(variant: str, folder: Path, dtype: torch.dtype, lora: bool, tokens: int, steps: int) -> dict[str, Any]:
+def documents(layout: str, tokens: int) -> list[int]:
+    """Lengths that sum to `tokens`."""
+    if layout == "one":
+        return [tokens]
+    generator, lengths = torch.Generator().manual_seed(2), []
+    while (left := tokens - sum(lengths)) > LENGTHS[0]:
+        lengths.append(min(left, int(torch.randint(LENGTHS[0], LENGTHS[1] + 1, (), generator=generator))))
+    return [*lengths[:-1], tokens - sum(lengths[:-1])]
+
+
+def padded(ids: Tensor, labels: Tensor, lengths: list[int]) -> dict[str, Tensor]:
+    """The batch as transformers takes it: [documents, longest]."""
+    rows = zip(ids.split(lengths), labels.split(lengths), strict=True)
+    batch = {"input_ids": [], "labels": [], "attention_mask": []}
+    for document, wanted in rows:
+        behind = (0, max(lengths) - len(document))
+        batch["input_ids"].append(F.pad(document, behind))
+        batch["labels"].append(F.pad(wanted, behind, value=-100))
+        batch["attention_mask"].append(F.pad(torch.ones_like(document), behind))
+    whole = {name: torch.stack(rows) for name, rows in batch.items()}
+    return whole if len(lengths) > 1 else {name: whole[name] for name in ("input_ids", "labels")}
+
+
+def one(variant: str, folder: Path, dtype: torch.dtype, lora: bool, lengths: list[int], steps: int) -> dict[str, Any]:
+    """lengths: of the documents that this rank has."""
     from threading import Event, Thread
 
     held, peak, done = _memory(), [0], Event()
@@ -101,10 +132,13 @@ def one(variant: str, folder: Path, dtype: torch.dtype, lora: bool, tokens: int,
     model = our_model(folder, dtype, lora) if ours else their_model(folder, dtype, lora, variant)
     model.train()
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-4)
-    ids = torch.randint(0, VOCABULARY, (tokens + 1,), generator=torch.Generator().manual_seed(1))
-    mine = slice(rank * tokens // world, (rank + 1) * tokens // world)
-    inputs, labels = ids[:-1][mine], ids[1:][mine]
-    bounds = torch.tensor([0, len(inputs)])
+    tokens = sum(lengths)
+    ids = torch.randint(0, VOCABULARY, (tokens,), generator=torch.Generator().manual_seed(1 + rank))
+    bounds = torch.tensor([0, *itertools.accumulate(lengths)])
+    labels = ids.roll(-1)
+    labels[bounds[1:] - 1] = -100
+    batch = padded(ids, labels, lengths)
+    wanted = batch.pop("labels")
     watcher, seconds, losses = Thread(target=watch), [], []
     watcher.start()
     for _ in range(steps):
@@ -112,10 +146,10 @@ def one(variant: str, folder: Path, dtype: torch.dtype, lora: bool, tokens: int,
             dist.barrier()
         started = time.perf_counter()
         if ours:
-            loss = model(inputs, bounds, labels) / tokens
+            loss = model(ids, bounds, labels, LOSS_CHUNK) / tokens
         else:
-            logits = model(input_ids=inputs[None]).logits[0]
-            loss = F.cross_entropy(logits.float(), labels, reduction="sum") / tokens
+            logits = model(**batch).logits
+            loss = F.cross_entropy(logits.float().flatten(0, 1), wanted.flatten(), reduction="sum") / tokens
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
@@ -123,10 +157,10 @@ def one(variant: str, folder: Path, dtype: torch.dtype, lora: bool, tokens: int,
         total = loss.detach().double()
         if world > 1:
             dist.all_reduce(total)
-        losses.append(float(total))
+        losses.append(float(total) / world)
     done.set()
     watcher.join()
-    return {"speed": tokens / min(seconds), "memory": peak[0] - held, "loss": losses[0], "last": losses[-1]}
+    return {"speed": world * tokens / min(seconds), "memory": peak[0] - held, "loss": losses[0], "last": losses[-1]}
 
 
 def _memory() -> int:
@@ -141,40 +175,36 @@ def measured(case: dict[str, Any], world: int, folder: Path) -> dict[str, Any]:
         command = [sys.executable, "-P", __file__, "--case", json.dumps(case), "--folder", str(folder)]
         command += ["--world", str(world), "--rendezvous", f"{place}/rendezvous", "--rank"]
         processes = [
-            subprocess.Popen([*command, str(rank)], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
+            subprocess.Popen([*command, str(rank)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
             for rank in range(world)
         ]
-        answers = [json.loads(process.communicate()[0].splitlines()[-1]) for process in processes]
+        said = [process.communicate() for process in processes]
+        for process, (_, errors) in zip(processes, said, strict=True):
+            if process.returncode:
+                sys.exit(f"{case}: exit code {process.returncode}\n{errors[-2000:]}")
+        answers = [json.loads(output.splitlines()[-1]) for output, _ in said]
     return {**answers[0], "memory": max(answer["memory"] for answer in answers)}
 
 
 def main(options: argparse.Namespace) -> None:
-    console = Console(width=130)
-    table = Table(
-        "mode", "dtype", "processes", "variant", "tokens/s", "x", "memory MB", "x", "first loss", "difference"
-    )
+    console = Console(width=140)
+    columns = ("documents", "mode", "dtype", "processes", "variant", "tokens/s", "x", "memory MB", "x", "first loss")
+    table = Table(*columns, "difference")
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         checkpoint(folder, options.layers)
-        for world, dtype, lora in itertools.product(
-            options.worlds, options.dtypes, [mode == "lora" for mode in options.modes]
+        for layout, world, dtype, lora in itertools.product(
+            options.documents, options.worlds, options.dtypes, [mode == "lora" for mode in options.modes]
         ):
-            found = {}
-            for variant in VARIANTS:
-                case = {
-                    "variant": variant,
-                    "dtype": dtype,
-                    "lora": lora,
-                    "tokens": options.tokens,
-                    "steps": options.steps,
-                }
-                found[variant] = measured(case, world, folder)
+            lengths = documents(layout, options.tokens // world)
+            shared = {"dtype": dtype, "lora": lora, "lengths": lengths, "steps": options.steps}
+            found = {variant: measured({"variant": variant, **shared}, world, folder) for variant in VARIANTS}
             ours = found["ours"]
             for variant, row in found.items():
                 title = variant if variant == "ours" else f"transformers {variant}" + (" + peft" if lora else "")
                 table.add_row(
-                    "lora" if lora else "full", dtype, str(world), title, f"{row['speed']:,.0f}",
-                    f"{ours['speed'] / row['speed']:.2f}", f"{row['memory'] / 1e6:,.0f}",
+                    str(world * len(lengths)), "lora" if lora else "full", dtype, str(world), title,
+                    f"{row['speed']:,.0f}", f"{ours['speed'] / row['speed']:.2f}", f"{row['memory'] / 1e6:,.0f}",
                     f"{ours['memory'] / row['memory']:.2f}", f"{row['loss']:.5f}", f"{row['loss'] - ours['loss']:+.1e}",
                 )  # fmt: skip
     console.print(f"torch {torch.__version__}, {options.layers} layers, {options.tokens} tokens, one thread a process")
@@ -186,6 +216,7 @@ if __name__ == "__main__":
     parser.add_argument("--layers", type=int, default=8)
     parser.add_argument("--tokens", type=int, default=4096)
     parser.add_argument("--steps", type=int, default=3)
+    parser.add_argument("--documents", nargs="+", choices=["one", "ragged"], default=["one", "ragged"])
     parser.add_argument("--worlds", type=int, nargs="+", default=[1, 2])
     parser.add_argument("--dtypes", nargs="+", default=["float32", "bfloat16"])
     parser.add_argument("--modes", nargs="+", default=["lora", "full"])
@@ -203,7 +234,7 @@ if __name__ == "__main__":
             dist.init_process_group("gloo", init_method=start, rank=given.rank, world_size=given.world)
         what = json.loads(given.case)
         dtype = getattr(torch, what["dtype"])
-        answer = one(what["variant"], Path(given.folder), dtype, what["lora"], what["tokens"], what["steps"])
+        answer = one(what["variant"], Path(given.folder), dtype, what["lora"], what["lengths"], what["steps"])
         if given.world > 1:
             dist.destroy_process_group()
         print(json.dumps(answer))

@@ -1,9 +1,12 @@
 """Mixtures, their surroundings and their gates against plain loops over tokens and experts; packing is exact."""
 
+from collections import Counter
+
 import pytest
 import torch
 import torch.nn.functional as F
 from drawn import context_for, drawn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from dayzero.runtime.nn import (
     ClampedGLU,
@@ -25,6 +28,18 @@ from dayzero.runtime.nn import (
 from dayzero.runtime.nn.norm import GatedRMSNorm
 
 HIDDEN, EXPERTS, WIDTH = 10, 6, 7
+
+
+class OperatorCalls(TorchDispatchMode):
+    """How often each operator is called inside."""
+
+    def __init__(self):
+        super().__init__()
+        self.seen = Counter()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.seen[func._opname] += 1
+        return func(*args, **(kwargs or {}))
 
 
 def inputs(tokens=9, width=HIDDEN, seed=3):
@@ -156,6 +171,25 @@ def test_packed_documents_are_exact():
 def test_no_tokens():
     moe = drawn(MixtureOfExperts(Router(HIDDEN, EXPERTS, 2), Experts(EXPERTS, HIDDEN, WIDTH, "silu")))
     assert moe(inputs(0)).shape == (0, HIDDEN)
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+def test_more_experts_are_not_more_operations(frozen):
+    """Forward and backward call the same operators as often for 64 experts as for 8: none is called for each expert."""
+
+    def calls(experts):
+        moe = MixtureOfExperts(Router(16, experts, 2), Experts(experts, 16, 8, "silu")).float()
+        for parameter in moe.parameters():
+            torch.nn.init.normal_(parameter, std=0.1, generator=torch.Generator().manual_seed(0))
+        moe.experts.requires_grad_(not frozen)
+        x = torch.randn(40, 16, generator=torch.Generator().manual_seed(1), requires_grad=True)
+        with OperatorCalls() as counted:
+            moe(x).sum().backward()
+        return counted.seen
+
+    few, many = calls(8), calls(64)
+    assert few == many
+    assert few["_grouped_mm"] == (4 if frozen else 6)
 
 
 def test_a_selection_bias_gets_no_gradient_and_no_optimizer():
