@@ -1,5 +1,6 @@
 """What the ranks of test_tensor_parallel.py and test_context_parallel.py do."""
 
+import odd_specs
 import split_cases
 import torch
 import torch.distributed as dist
@@ -7,9 +8,10 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
 from dayzero.runtime.context_parallel import part_of
+from dayzero.runtime.nn.causal_lm import initialise
 from dayzero.runtime.rows import all_rows, even_span
 from dayzero.runtime.split import Split
-from dayzero.runtime.tensor_parallel import inner_parts, split_part
+from dayzero.runtime.tensor_parallel import inner_parts, split_part, split_tensors
 
 LENGTHS = (5, 9, 1, 4)
 
@@ -30,6 +32,37 @@ def _tensor_block(name: str, mesh, lengths: tuple[int, ...]) -> dict:
     cut = sum(parameter.to_local().numel() for parameter in block.parameters() if isinstance(parameter, DTensor))
     errors = _errors(whole, block, context, context, split.rows)
     return {**errors, "cut": cut, "whole": sum(parameter.numel() for parameter in whole.parameters())}
+
+
+def whole_model(name: str, lengths: tuple[int, ...], over: str) -> dict[str, float]:
+    """Relative errors of loss and gradients of a model of odd blocks, its tokens over all ranks of tp or cp."""
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=(over,))
+    whole, model = (odd_specs.read(name).build().double() for _ in range(2))
+    initialise(whole, 0.2, seed=0)
+    model.load_state_dict(whole.state_dict())
+    split = Split(mesh.get_group() if over == "tp" else None, mesh.get_group() if over == "cp" else None)
+    split.install(model)
+    if over == "tp":
+        split_tensors(model, mesh, split)
+    tokens = sum(lengths)
+    ids = torch.arange(tokens) * 7 % 101
+    bounds, labels = torch.tensor([0, *lengths]).cumsum(0), ids.roll(-1)
+    want = whole(ids, bounds, labels)
+    want.backward()
+    loss = model(ids, bounds, labels)
+    loss.backward()
+    total = loss.detach().clone()
+    dist.all_reduce(total)
+    errors = {"loss": _error(total, want.detach())}
+    for path, parameter in model.named_parameters():
+        grad = parameter.grad if parameter.grad is not None else torch.zeros_like(parameter)
+        if isinstance(grad, DTensor):
+            grad = grad.full_tensor()
+        else:
+            dist.all_reduce(grad)
+        expected = whole.get_parameter(path).grad
+        errors[path] = _error(grad, torch.zeros_like(grad) if expected is None else expected)
+    return errors
 
 
 def _errors(whole, block, context, own_context, span) -> dict:

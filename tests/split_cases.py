@@ -9,6 +9,7 @@ from torch import Tensor
 from dayzero.runtime import nn
 from dayzero.runtime.lora import apply_lora
 from dayzero.runtime.nn.context import Context, positions_of
+from dayzero.runtime.nn.layer_inputs import LAYER_INPUT
 from dayzero.runtime.nn.selected_attention import SELECTED
 
 HIDDEN = 16
@@ -80,6 +81,20 @@ class SharedKeys(torch.nn.Module):
 
     def forward(self, x: Tensor, context: Context) -> Tensor:
         return self.second(x + self.first(x, context), context)
+
+
+class OwnInput(torch.nn.Module):
+    """A part that reads the layer's own input, which is made of the rank's own rows."""
+
+    uses_context = True
+    parallel_inner = ("make", "gate")
+
+    def __init__(self):
+        super().__init__()
+        self.make, self.gate = torch.nn.Linear(HIDDEN, 6), nn.GatedLayerInput(HIDDEN, 6, "gelu")
+
+    def forward(self, x: Tensor, context: Context) -> Tensor:
+        return self.gate(x, replace(context, shared={**context.shared, LAYER_INPUT: self.make(x)}))
 
 
 class RoutedBefore(torch.nn.Module):
@@ -157,6 +172,7 @@ CASES: dict[str, Build] = {
     "feed-forward": lambda: nn.FeedForward(HIDDEN, 12, "gelu", bias=True),
     "mixture": lambda: routed(nn.Router(HIDDEN, 4, 2), shared=ffn(bias=True), shared_gate=True, bias=True),
     "mixture-routed-before": RoutedBefore,
+    "gated-layer-input": OwnInput,
     "mixture-joint": lambda: routed(nn.JointRouter(HIDDEN, 4, 2, 2), shared=ffn(parts=2)),
     "mixture-hashed": lambda: routed(nn.HashRouter(HIDDEN, 4, 2, 11)),
     "mixture-capacity": lambda: routed(nn.TopOneRouter(HIDDEN, 5, 2)),

@@ -17,7 +17,7 @@ from dayzero.runtime.tensor_parallel import cuts_of
 
 NEVER_CUT = {
     "indexed-attention-blocks", "convolution-residual", "mixture-joint", "mixture-hashed", "mixture-capacity",
-    "mixture-carried", "mixture-of-attention", "attention-additions", "feed-forward-additions",
+    "mixture-carried", "mixture-of-attention", "attention-additions", "feed-forward-additions", "gated-layer-input",
 }  # fmt: skip
 UNTRIED = {
     "SelfGatedRMSNorm",
@@ -55,6 +55,13 @@ def test_no_block_is_forgotten():
 
 def _declares(block: type) -> bool:
     return any(inspect.getattr_static(block, name, None) for name in ("parallel_roles", "uses_context"))
+
+
+@pytest.mark.parametrize("over", ["tp", "cp"])
+def test_what_layers_hand_on_and_are_handed_one_by_one(over):
+    """Keys and values for later layers, an input of its own for every layer."""
+    for errors in harness.run(ranks_split.whole_model, 2, "gemma4", (5, 9, 1, 4), over, timeout=60):
+        assert {name: error for name, error in errors.items() if not error <= 1e-9} == {}
 
 
 def test_fewer_tokens_and_groups_than_ranks():

@@ -8,8 +8,9 @@ from torch import nn
 
 from dayzero.onboard.calls import record_calls
 from dayzero.onboard.candidates import site_of
+from dayzero.onboard.candidates.evidence import Candidate, literal
 from dayzero.onboard.layer_wiring import mixes_tokens
-from dayzero.onboard.prove import prove
+from dayzero.onboard.prove import attempt, prove
 
 H, N, G, D, S = 20, 4, 2, 6, 9
 
@@ -58,6 +59,31 @@ def pair():
     torch.manual_seed(0)
     model = Pair().double()
     return model, record_calls(model, torch.zeros(2, S, dtype=torch.int64))[0]
+
+
+def test_replays_leave_what_was_handed_alone(pair):
+    _, calls = pair
+    chest = calls["far"].args[2]
+    assert chest.keys() == {"near"}  # as it was when the module was called
+    before = {name: held[0].clone() for name, held in calls["ask"].args[2].items()}
+    calls["near"].replay(2 * calls["near"].hidden)
+    calls["far"].replay(2 * calls["far"].hidden)
+    assert chest.keys() == {"near"}
+    assert all(torch.equal(held[0], before[name]) for name, held in calls["ask"].args[2].items())
+
+
+@pytest.mark.parametrize("change", [{"leaves": "far"}, {"leaves": None}])
+def test_a_block_that_leaves_something_else_is_refused(pair, change):
+    model, calls = pair
+    site, generator = site_of(calls, "near", model.config), torch.Generator().manual_seed(0)
+    (right,) = (tried.candidate for tried in prove("mixer", site, generator).survivors)
+    kept = {name: argument for name, argument in right.arguments.items() if name != "leaves"}
+    named = {name: literal(value, "") for name, value in change.items() if value is not None}
+    wrong = Candidate(right.block, kept | named, right.parameters)
+    tried = attempt(wrong, site, generator, thorough=True)
+    assert tried.objection == f"leaves {['far'] if named else 'nothing'} for later layers, the module ['near']"
+    # Nothing may be left that the module does not leave; less may, where nobody takes it.
+    assert attempt(wrong, site, generator, thorough=True, leaves_all=False).proven == (not named)
 
 
 @pytest.mark.parametrize(
