@@ -11,7 +11,8 @@ def layer(**arguments):
     return SimpleNamespace(parts=[SimpleNamespace(attempt=SimpleNamespace(candidate=outer))])
 
 
-def kind(**arguments):
+def kind(**more):
+    arguments = {"hidden": 8, "heads": 2, "kv_heads": 1, "head_dim": 4, "scale": 0.5, **more}
     part = PartSpec(name="mixer", block=BlockSpec(block="GroupedQueryAttention", arguments=arguments), reads="x")
     return LayerKind(parts=[part], gives="x + mixer")
 
@@ -21,7 +22,7 @@ def test_names_that_some_layer_takes():
 
 
 def test_nothing_is_left_that_nobody_takes():
-    left = kind(leaves="near", scale=0.5)
+    left = kind(leaves="near")
     assert without_idle_leaves(left, {"near"}) == left
-    assert without_idle_leaves(left, {"far"}) == kind(scale=0.5)
+    assert without_idle_leaves(left, {"far"}) == kind()
     assert without_idle_leaves(kind(takes="near"), set()) == kind(takes="near")
