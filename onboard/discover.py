@@ -15,10 +15,10 @@ from torch import Tensor, nn
 from dayzero.onboard.calls import Call, Undiscovered, floats, record_calls, same, tensors
 from dayzero.onboard.encoder import EncoderParts, added_positions, encoder_parts, outside
 from dayzero.onboard.kept_inputs import kept_before
-from dayzero.onboard.layer_wiring import solve
 from dayzero.onboard.loops import LoopParts, loop_of, passes_on, visits
 from dayzero.onboard.reference import encoder_path
 from dayzero.onboard.several import SeveralCall, several, top_level
+from dayzero.onboard.sums import solve
 
 
 @dataclass(frozen=True)

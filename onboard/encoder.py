@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from dayzero.onboard.calls import Call, Undiscovered, floats, tensors
-from dayzero.onboard.layer_wiring import solve
+from dayzero.onboard.sums import solve
 
 ENCODER = "encoder."  # before the names of our encoder's parameters
 

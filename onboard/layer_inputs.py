@@ -10,9 +10,9 @@ from torch import Tensor, nn
 from dayzero.onboard.calls import Call, floats, same
 from dayzero.onboard.candidates.evidence import Candidate, Evidence, below, size
 from dayzero.onboard.candidates.factor import explain_factor
-from dayzero.onboard.layer_wiring import solve
 from dayzero.onboard.prove import relative_error
 from dayzero.onboard.reference import state_of
+from dayzero.onboard.sums import solve
 from dayzero.runtime.weights import Stored
 
 _EXACT = 1e-12  # relative

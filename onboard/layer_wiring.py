@@ -15,13 +15,12 @@ from torch import Tensor, nn
 from dayzero.onboard.calls import Call, Undiscovered, floats, same, tensors
 from dayzero.onboard.chains import chain_to
 from dayzero.onboard.kept_inputs import equal, handed_alone, is_kept, kept_before
-from dayzero.onboard.left import left_with_first_token_moved
 from dayzero.onboard.reference import state_of
-from dayzero.onboard.several import SeveralCall, several, top_level
+from dayzero.onboard.several import several, top_level
+from dayzero.onboard.sums import solve
+from dayzero.onboard.token_mixing import mixes_tokens
 from dayzero.runtime.nn.loop import MESSAGE
 from dayzero.runtime.nn.wiring import PAST
-
-_EXACT = 1e-9  # relative; a sum that misses by more is none
 
 
 @dataclass
@@ -322,40 +321,6 @@ def _role(call: Call) -> str:
     return "mixer" if mixes_tokens(call) else "ffn"
 
 
-def mixes_tokens(call: Call) -> bool:
-    """Whether the output for a token depends on the other tokens: one token is changed and the rest watched.
-
-    Also where the others' keys and values are what earlier layers left, and the input makes queries alone.
-    """
-    return _mixes_its_input(call) or _mixes_what_was_left(call)
-
-
-def _mixes_what_was_left(call: Call) -> bool:
-    moved = left_with_first_token_moved(call)
-    if moved is None:
-        return False
-    with torch.no_grad():
-        outputs = [floats(call.replay_exactly(*arguments))[0] for arguments in ((call.args, call.kwargs), moved)]
-    before, after = (made[:, 1:] for made in outputs)
-    return bool((before - after).abs().max() > 1e-9 * before.abs().max())
-
-
-def _mixes_its_input(call: Call) -> bool:
-    hidden = call.hidden
-    changed = hidden.clone()
-    tokens = changed[None] if hidden.ndim == 2 else changed  # of a flattened batch, one token of one row
-    tokens[:, 0] += 1.0
-    with torch.no_grad():
-        before, after = call.replay(hidden), call.replay(changed)
-    by_token = hidden.ndim == 3 and before.shape[:-1] == hidden.shape[:-1]
-    if before.numel() != hidden.numel() and not isinstance(call, SeveralCall) and not by_token:
-        return False
-    shape = tokens.shape if before.numel() == hidden.numel() else (*tokens.shape[:2], -1)
-    before, after = before.reshape(shape)[:, 1:], after.reshape(shape)[:, 1:]
-    # Not bitwise: an expert's matrix product rounds differently when it has other rows beside these.
-    return bool((before - after).abs().max() > 1e-9 * before.abs().max())
-
-
 def _explained(
     wanted: Tensor, values: Mapping[str, Tensor], sums: list[dict[str, float]], layer: nn.Module, what: str
 ) -> tuple[dict[str, float], list[tuple[Unit, Tensor]]]:
@@ -395,42 +360,6 @@ def _with_owned_factors(
             scales.append((unit, total * held))
             found = {term: own for term, own in found.items() if term not in terms} | {unit.name: 1.0}
     return found, scales
-
-
-def solve(wanted: Tensor, values: Mapping[str, Tensor]) -> dict[str, float]:
-    """`wanted` as a linear combination of `values` (least squares): the terms with their factors, {} if it is none.
-
-    A value that equals an earlier one is left out: it is the same value under another name.
-    """
-    names: list[str] = []
-    for name, value in values.items():
-        if value.numel() == wanted.numel():
-            if same(value.reshape(wanted.shape), wanted):
-                return {name: 1.0}
-            if not any(same(value.reshape(wanted.shape), values[other].reshape(wanted.shape)) for other in names):
-                names.append(name)
-    if not names or not bool(wanted.isfinite().all()):
-        return {}
-    basis = torch.stack([values[name].reshape(-1) for name in names], 1)
-    target = wanted.reshape(-1, 1)
-    factors = torch.linalg.lstsq(basis, target, driver="gelsd").solution[:, 0]
-    if not torch.linalg.norm(basis @ factors[:, None] - target) <= _EXACT * torch.linalg.norm(target):
-        return {}
-    sizes = basis.norm(dim=0) / target.norm()
-    kept = {
-        name: _cleaned(float(factor))
-        for name, factor, size in zip(names, factors, sizes, strict=True)
-        if abs(float(factor * size)) > _EXACT
-    }
-    again = sum(values[name].reshape(-1) * factor for name, factor in kept.items())
-    exact = torch.linalg.norm(again - target[:, 0]) <= _EXACT * torch.linalg.norm(target)
-    return kept if bool(exact) else {}
-
-
-def _cleaned(factor: float) -> float:
-    """The nearest short decimal where the factor is one up to rounding."""
-    short = float(f"{factor:.10g}")
-    return short if abs(short - factor) <= 1e-11 * abs(factor) else factor
 
 
 def _needed(units: list[Unit], gives: Mapping[str, float]) -> list[Unit]:

@@ -8,9 +8,9 @@ from dayzero.onboard.calls import Call
 from dayzero.onboard.candidates.evidence import Candidate, Site
 from dayzero.onboard.candidates.lifted import lifted_candidates
 from dayzero.onboard.candidates.lifted_router import propose_moe_with_lifted_router
-from dayzero.onboard.layer_wiring import mixes_tokens
 from dayzero.onboard.lift import LiftError
 from dayzero.onboard.prove import Attempt, attempt
+from dayzero.onboard.token_mixing import mixes_tokens
 
 
 def prove_lifted(

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from dayzero.onboard.calls import Call, Undiscovered, floats, join, same
-from dayzero.onboard.layer_wiring import mixes_tokens
+from dayzero.onboard.token_mixing import mixes_tokens
 
 _EXACT = 1e-9
 

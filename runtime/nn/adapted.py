@@ -17,7 +17,9 @@ class Addition(nn.Module):
         self.up = nn.ModuleDict({name: nn.Linear(rank, width, bias=False) for name, width in widths.items()})
 
     def reset_parameters(self, std: float) -> None:
-        for linear in (self.down, *self.up.values()):
+        reset_linear(self.down, std)
+        for linear in self.up.children():
+            assert isinstance(linear, nn.Linear)
             reset_linear(linear, std)
 
 
@@ -35,8 +37,8 @@ class Adapted(nn.Module):
         self.block, self.targets = block, targets
         sizes: list[tuple[int, dict[str, int]]] = []
         for names in targets:
-            linears = {name: block.get_submodule(name) for name in names}
-            if not all(isinstance(linear, nn.Linear) for linear in linears.values()):
+            linears = {name: linear for name in names if isinstance(linear := block.get_submodule(name), nn.Linear)}
+            if linears.keys() != set(names):
                 raise ValueError(f"{', '.join(names)} are not all projections of {type(block).__name__}")
             hidden = {linear.in_features for linear in linears.values()}
             if len(hidden) != 1:

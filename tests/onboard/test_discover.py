@@ -6,8 +6,8 @@ import torch
 
 from dayzero.onboard.calls import Call, Undiscovered, record_calls, same
 from dayzero.onboard.discover import Logits, discover
-from dayzero.onboard.layer_wiring import mixes_tokens
 from dayzero.onboard.reference import Promote, redraw
+from dayzero.onboard.token_mixing import mixes_tokens
 
 IDS = torch.randint(3, 131, (2, 9), generator=torch.Generator().manual_seed(0))
 

@@ -9,8 +9,8 @@ from torch import nn
 from dayzero.onboard.calls import record_calls
 from dayzero.onboard.candidates import site_of
 from dayzero.onboard.candidates.evidence import Candidate, literal
-from dayzero.onboard.layer_wiring import mixes_tokens
 from dayzero.onboard.prove import attempt, prove
+from dayzero.onboard.token_mixing import mixes_tokens
 
 H, N, G, D, S = 20, 4, 2, 6, 9
 
