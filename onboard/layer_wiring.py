@@ -26,9 +26,10 @@ from dayzero.runtime.nn.wiring import PAST
 @dataclass
 class Unit:
     """A part of a layer. path: relative to the layer. role: "norm", "mixer", "ffn", "join" for one that joins several
-    values without mixing tokens, "cross" for one whose tokens look at an encoder's states, "projection" for a matrix by itself, "routing" for a router whose experts are a part
-    of their own, "scale" for a parameter of the layer that multiplies what it reads, or "beside" for several values as
-    one wider one. reads: earlier value ("x" is the layer's input, "past.0" the first that was kept) -> factor.
+    values without mixing tokens, "cross" for one whose tokens look at an encoder's states, "projection" for a matrix by
+    itself, "routing" for a router whose experts are a part of their own, "scale" for a parameter of the layer that
+    multiplies what it reads, or "beside" for several values as one wider one. reads: earlier value ("x" is the layer's
+    input, "past.0" the first that was kept) -> factor.
 
     more: what it reads beside that, for a part with several inputs. outputs: how many values it gives. call: the unit
     as a function of all that it reads, where that is more than its call's hidden input. after: parts that leave
