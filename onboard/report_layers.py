@@ -63,8 +63,8 @@ def kinds(spec: ModelSpec) -> list[dict[str, Any]]:
                 "mixer": mixer,
                 "ffn": ffn,
                 "differs": "" if alike is kind else "; ".join(_differences(alike, kind)),
-                "parts": [_part(part) for part in kind.parts],
-                "gives": kind.gives,
+                "parts": [*(_part(part) for part in kind.parts), *_again(kind)],
+                "gives": kind.gives + (f", in later passes {kind.again.gives}" if kind.again else ""),
                 "keeps": kind.keeps,
             }
         )
@@ -83,6 +83,16 @@ def _part(part: PartSpec) -> dict[str, Any]:
     }
 
 
+def _again(kind: LayerKind) -> list[dict[str, Any]]:
+    """What it computes in later passes."""
+    if kind.again is None:
+        return []
+    parts = {part.name: part for part in kind.all_parts}
+    return [
+        {**_part(parts[step.part]), "name": f"again: {step.name}", "reads": step.reads} for step in kind.again.steps
+    ]
+
+
 def module_of(block: BlockSpec) -> str:
     """The reference module that it stands for."""
     return block.proof.module.rstrip(".") if block.proof else "-"
@@ -90,7 +100,7 @@ def module_of(block: BlockSpec) -> str:
 
 def _differences(before: LayerKind, after: LayerKind) -> list[str]:
     """Arguments that the second kind has and the first has not, as "mixer.window 4096"."""
-    old, new = ({p.name: _flat(p.block) for p in kind.parts} for kind in (before, after))
+    old, new = ({p.name: _flat(p.block) for p in kind.all_parts} for kind in (before, after))
     found: list[str] = []
     for name, held in new.items():
         said: list[str] = []
@@ -163,6 +173,10 @@ def around(spec: ModelSpec) -> list[tuple[str, str]]:
         rows.append(("streams", f"{spec.streams} copies of the residual between layers"))
     if spec.history:
         rows.append(("history", "layers look back at what earlier ones kept"))
+    if (loop := spec.loop) is not None:
+        how = f"layers {ranges(range(loop.first, loop.first + loop.count))} run {loop.passes} times"
+        how += ", each time from where the first began" if loop.restarts else ""
+        rows.append(("loop", how + (f", with messages by {title(loop.message)}" if loop.message else "")))
     for number, kind in enumerate(spec.shared):
         names = [part.name for part in spec.layer_kinds[kind].parts if part.shared]
         layers = [layer for layer, (_, which, _) in enumerate(spec.uses()) if which == number]

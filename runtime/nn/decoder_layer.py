@@ -83,8 +83,9 @@ class DecoderLayer(nn.Module):
     def forward(self, x: Tensor | tuple[Tensor, ...], context: Context) -> Tensor | tuple[Tensor, ...]:
         past, stream = (x[:-1], x[-1]) if isinstance(x, tuple) else ((), x)
         values = {"x": stream, **{f"{PAST}.{number}": kept for number, kept in enumerate(past)}}
-        values |= {f"{MESSAGE}.{number}": value for number, value in enumerate(context.message or ())}
-        wiring = self.wiring if context.message is None or self.again is None else self.again
+        message = None if context is None else context.message  # parts that need no context run without one
+        values |= {f"{MESSAGE}.{number}": value for number, value in enumerate(message or ())}
+        wiring = self.wiring if message is None or self.again is None else self.again
         for name, runs, inputs in wiring.steps:
             part = self._part(runs)
             read: list[Tensor] = []
