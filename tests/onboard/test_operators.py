@@ -67,3 +67,38 @@ def test_constants_of_norms_and_gates_are_told_apart():
         ],
         "swiglu": [{"width": 24, "limit": 7.0}],
     }
+
+
+COPIED = """
+import torch
+
+
+class Picky(torch.nn.Module):
+    def __init__(self, width):
+        super().__init__()
+        self.first, self.second = torch.nn.Linear(width, width), torch.nn.Linear(width, width)
+
+    def forward(self, x):
+        names = {True: self.first, False: self.second}
+        return names[bool(x.sum() > 0)](x)
+"""
+
+
+def test_copied_code_that_looks_at_values_is_passed_over():
+    norm = BlockSpec(block="RMSNorm", arguments={"width": 16, "eps": 1e-5})
+    copied = {"module": "Picky", "settings": {"width": 16}, "handed": {"x": "hidden"}, "tables": [], "together": True}
+    kind = LayerKind.pre_norm(norm, norm, norm, BlockSpec(block="Lifted", arguments=copied))
+    identity = {"architecture": "", "config_sha256": "", "headers_sha256": "", "tensors": 0, "bytes": 0, "dtypes": {}}
+    spec = ModelSpec(
+        name="picky",
+        checkpoint=CheckpointId.model_validate(identity),
+        vocabulary=11,
+        hidden=16,
+        tied=True,
+        layer_kinds=[kind],
+        layers=[LayerRun(first=0, count=2, kind=0)],
+        norm=norm,
+        rules=[],
+        lifted=COPIED,
+    )
+    assert {name: {size["width"] for size in held} for name, held in sizes(spec).items()} == {"rms_norm": {16}}
