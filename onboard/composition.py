@@ -8,6 +8,7 @@ from torch import nn
 from dayzero.onboard.align.ladder import rounded_up
 from dayzero.onboard.candidates import Candidate, Evidence
 from dayzero.onboard.candidates.equality import CLOSE
+from dayzero.onboard.candidates.refit import refitted
 from dayzero.onboard.candidates.rotary import TOLERANCE as ROTARY_TOLERANCE
 from dayzero.onboard.chains import ChainCall
 from dayzero.onboard.idle_leaves import taken_by, without_idle_leaves
@@ -231,7 +232,8 @@ def _block(attempt: Attempt, module: nn.Module, config: Any, path: str) -> Block
 
 
 def load_reference(model: nn.Module, reference: nn.Module, proven: Proven) -> None:
-    """Copies the reference's weights into our model of the same sizes, through the proven parameter mappings."""
+    """Copies the reference's weights into our model of the same sizes, through the proven parameter mappings; the
+    reference may have other sizes than the one that they were proven on."""
     parts = proven.parts
     theirs = state_of(reference)
     values = {"embed.weight": reference.get_submodule(parts.embed).weight.detach()}  # type: ignore[operator]
@@ -251,6 +253,7 @@ def load_reference(model: nn.Module, reference: nn.Module, proven: Proven) -> No
         if encoder.own_embedding:
             held = reference.get_submodule(encoder.parts.embed).weight.detach()  # type: ignore[operator]
             values["encoder.embed.weight"] = held
+    shapes = {name: tuple(value.shape) for name, value in model.state_dict().items()}
     sets = shared_sets(reference, proven, range(len(proven.layers)))
     for stack, (where, layers) in zip(("layers", "encoder.layers"), proven.stacks.items(), strict=False):
         for index, layer in enumerate(layers):
@@ -269,6 +272,8 @@ def load_reference(model: nn.Module, reference: nn.Module, proven: Proven) -> No
     for ours, path, candidate in claims:
         prefix = path + "."
         inner = {name.removeprefix(prefix): value for name, value in theirs.items() if name.startswith(prefix)}
+        own = {n.removeprefix(f"{ours}."): shape for n, shape in shapes.items() if n.startswith(f"{ours}.")}
+        candidate = refitted(candidate, own, {n: tuple(value.shape) for n, value in inner.items()})
         for name, value in candidate.values(inner).items():
             values[f"{ours}.{name}"] = value
     model.load_state_dict(values, strict=True)

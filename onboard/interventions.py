@@ -5,7 +5,9 @@ config, or select another block that is proven in turn. What does neither is rep
 field's meaning is not.
 """
 
+import itertools
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import torch
@@ -89,28 +91,98 @@ def intervene(
     base = _logits(small, ids)
     done: list[Intervention] = []
     fields = small[section] if section else small
-    for name, value, other in varied_fields(fields, reads | dormant):
-        before = [item for item in done if item.field == name]
-        if isinstance(value, int) and any(item.effect in _SETTLED for item in before):
-            continue
-        tell(f"varying {name}")
-        field = name.split(".")[0]
-        altered = {**fields, field: other}
-        altered = {**small, section: altered} if section else altered
-        shown = other[name.split(".")[1]] if isinstance(other, dict) else other
-        effect, detail, new_reads = _effect(altered, base, proven, ids, identity)
-        if effect == "refused" and any(item.effect != "refused" for item in before):
-            continue
-        if effect in _SETTLED and isinstance(value, int):
-            # What another value said was no meaning of the field: experts that do not fall into groups, for one.
-            done = [item for item in done if item.field != name]
-        done.append(
-            Intervention(
-                field=name, value=value, altered=shown, effect=effect, detail=detail, reads=sorted(new_reads - reads)
-            )
-        )
-    accepted = {item.field for item in done if item.effect != "refused"}
-    return [item for item in done if item.effect != "refused" or item.field not in accepted]
+    for name, variants in itertools.groupby(varied_fields(fields, reads | dormant), key=lambda varied: varied[0]):
+        tried: list[_Varied] = []
+        for _, value, other in variants:
+            tell(f"varying {name}")
+            altered = {**fields, name.split(".")[0]: other}
+            altered = {**small, section: altered} if section else altered
+            shown = other[name.split(".")[1]] if isinstance(other, dict) else other
+            tried.append(_Varied(value, shown, altered))
+            tried[-1].compare(base, proven, ids, identity)
+            if isinstance(value, int) and tried[-1].effect in _SETTLED:
+                break
+        for varied in tried if not _settled(tried) else [varied for varied in tried if varied.value is None]:
+            varied.search(proven, ids, identity)
+            if isinstance(varied.value, int) and varied.effect in _SETTLED:
+                break
+        done += [varied.as_intervention(name, reads) for varied in _telling(tried)]
+    return done
+
+
+def _settled(tried: list["_Varied"]) -> bool:
+    return any(varied.effect in _SETTLED for varied in tried)
+
+
+def _telling(tried: list["_Varied"]) -> list["_Varied"]:
+    """Those that say what the field means: of an integer one that is settled, since what another value said was no
+    meaning of the field (experts that do not fall into groups, for one); refused ones only where all are."""
+    settled = [varied for varied in tried if isinstance(varied.value, int) and varied.effect in _SETTLED]
+    return settled[:1] or [varied for varied in tried if varied.effect != "refused"] or tried
+
+
+@dataclass
+class _Varied:
+    """A field that was `value` and becomes `altered` in `config`, and what is known of the effect; None for not yet."""
+
+    value: Any
+    altered: Any
+    config: Mapping[str, Any]
+    effect: Effect | None = None
+    detail: str = ""
+    reads: set[str] = field(default_factory=set)
+    logits: torch.Tensor = field(default_factory=lambda: torch.empty(0))
+
+    def as_intervention(self, name: str, reads: set[str]) -> Intervention:
+        assert self.effect is not None
+        return Intervention(
+            field=name, value=self.value, altered=self.altered, effect=self.effect, detail=self.detail,
+            reads=sorted(self.reads - reads),
+        )  # fmt: skip
+
+    def compare(self, base: torch.Tensor, proven: Proven, ids: torch.Tensor, identity: CheckpointId) -> None:
+        """What takes no search: whether the reference refuses the value, whether logits change, whether ours follow."""
+        try:
+            model, reads = self._reference()
+            with torch.no_grad():
+                self.logits = run(model, ids)
+        except (
+            InputError,
+            UnknownArchitecture,
+            RuntimeError,
+            TypeError,
+            ValueError,
+            AttributeError,
+            KeyError,
+        ) as error:
+            self.effect, self.detail = "refused", str(error).strip().splitlines()[-1].strip()[:120]
+            return
+        self.reads = reads & self.config.keys()  # it has grown while the model ran
+        if self.logits.shape == base.shape and torch.equal(self.logits, base):
+            self.effect = "none"
+        elif _same_logits(model, proven, ids, self.logits, identity):
+            self.effect = "follows"
+
+    def search(self, proven: Proven, ids: torch.Tensor, identity: CheckpointId) -> None:
+        """Whether other blocks are proven for the altered reference, where nothing else is known of it."""
+        if self.effect is not None:
+            return
+        model, _ = self._reference()
+        try:
+            again, _ = prove_model(model, ids, torch.Generator().manual_seed(2), usual=proven.claims)
+        except NotProven as error:
+            self.effect, self.detail = "unexplained", str(error)[:300]
+            return
+        if _same_logits(model, again, ids, self.logits, identity):
+            self.effect, self.detail = "other block", _difference(proven, again, model)
+        else:
+            self.effect = "unexplained"
+            self.detail = "the blocks are proven one by one, but not their composition"
+
+    def _reference(self) -> tuple[torch.nn.Module, set[str]]:
+        model, reads = build(self.config, record=True)
+        redraw(model, torch.Generator().manual_seed(1))
+        return model, reads
 
 
 def _logits(config: Mapping[str, Any], ids: torch.Tensor) -> torch.Tensor:
@@ -118,30 +190,6 @@ def _logits(config: Mapping[str, Any], ids: torch.Tensor) -> torch.Tensor:
     redraw(model, torch.Generator().manual_seed(1))
     with torch.no_grad():
         return run(model, ids)
-
-
-def _effect(
-    config: Mapping[str, Any], base: torch.Tensor, proven: Proven, ids: torch.Tensor, identity: CheckpointId
-) -> tuple[Effect, str, set[str]]:
-    try:
-        model, reads = build(config, record=True)
-        redraw(model, torch.Generator().manual_seed(1))
-        with torch.no_grad():
-            logits = run(model, ids)
-    except (InputError, UnknownArchitecture, RuntimeError, TypeError, ValueError, AttributeError, KeyError) as error:
-        return "refused", str(error).strip().splitlines()[-1].strip()[:120], set()
-    reads &= config.keys()
-    if logits.shape == base.shape and torch.equal(logits, base):
-        return "none", "", reads
-    if _same_logits(model, proven, ids, logits, identity):
-        return "follows", "", reads
-    try:
-        again, _ = prove_model(model, ids, torch.Generator().manual_seed(2), usual=proven.claims)
-    except NotProven as error:
-        return "unexplained", str(error)[:300], reads
-    if _same_logits(model, again, ids, logits, identity):
-        return "other block", _difference(proven, again, model), reads
-    return "unexplained", "the blocks are proven one by one, but not their composition", reads
 
 
 def _same_logits(

@@ -17,6 +17,7 @@ from dayzero.onboard.candidates.evidence import literal, size
 from dayzero.onboard.candidates.factor import explain_factor, explain_in_all
 from dayzero.onboard.candidates.position_scale import propose_position_scale
 from dayzero.onboard.candidates.positions import propose_positions
+from dayzero.onboard.candidates.refit import refitted_to
 from dayzero.onboard.candidates.routing import routing_call
 from dayzero.onboard.contradiction import contradiction
 from dayzero.onboard.discover import ModelParts, discover
@@ -90,7 +91,8 @@ class _Prover:
             attempts: list[Attempt] = []
             survivors: list[Attempt] = []
             if path in self.usual:
-                attempts = [attempt(self.usual[path], site, self.generator, thorough=True, gains=())]
+                claim = refitted_to(self.usual[path], site)
+                attempts = [attempt(claim, site, self.generator, thorough=True, gains=())]
                 survivors = [tried for tried in attempts if tried.proven]
             for role in () if survivors else roles:
                 verdict = prove(role, site, self.generator)

@@ -462,11 +462,22 @@ def _selections(site: Site, parts: Parts, indexers: list[str]) -> list[dict[str,
         latent = None
         if isinstance(parts.query, Chain):
             latent = site.inner[parts.query.norm].result * parts.query.scale
-        return [{"indexer": found} for found in propose_indexers(site, indexers[0], latent)]
-    if handed_index(site.call) is not None:
+        made = tensors(site.inner[indexers[0]].output)[0]
+        found: list[dict[str, Evidence | Candidate]] = [
+            {"indexer": found} for found in propose_indexers(site, indexers[0], latent)
+        ]
+        return [{**selection, **unseeing} for selection in found for unseeing in _unseeing(made)]
+    if (index := handed_index(site.call)) is not None:
         why = "the layer is handed a selection and has nothing to make one with"
-        return [{"selection_from_earlier": literal(True, why)}]
+        return [{"selection_from_earlier": literal(True, why), **unseeing} for unseeing in _unseeing(index)]
     return [{}]
+
+
+def _unseeing(index: Tensor) -> list[dict[str, Evidence]]:
+    """What tokens attend to that nothing was chosen for, where there are such."""
+    if index.dtype == torch.bool or not bool((index < 0).all(-1).any()):
+        return [{}]
+    return [{}, {"unseeing": literal("all", "tokens that nothing was chosen for")}]
 
 
 def _exchanges(site: Site, parts: Parts) -> list[tuple[dict[str, Evidence], tuple[str | None, ...]]]:

@@ -14,7 +14,7 @@ from .linear import reset_linear
 from .norm import RMSNorm
 from .query_scale import LearnedPositionScale, stepwise_scale
 from .rotary import rotate
-from .selected_attention import SELECTED, Indexer, attend_selected
+from .selected_attention import SELECTED, Indexer, Unseeing, attend_selected
 
 LatentRotary = Literal["half", "interleaved", "deinterleaved"]
 Gate = Literal["head", "element"]
@@ -39,6 +39,7 @@ class LatentAttention(nn.Module):
 
     indexer: chooses what each token attends to. Writes context.shared["selected"], [T, 1, K] tokens of the own
     document. selection_from_earlier: no indexer, reads context.shared["selected"] as the last indexer left it.
+    unseeing: what a token attends to that nothing is chosen for, see `attend_selected`.
     leaves, takes: a name under which this layer leaves its latents for later layers (context.shared["latents.NAME"] =
     c_kv scaled and turned k_r side by side, [T, kv_rank + rope_dim], with their gradient), or takes those of an earlier
     layer instead of making its own. A model that runs a layer twice must hand it `shared` as it was the first time.
@@ -93,6 +94,7 @@ class LatentAttention(nn.Module):
         window: int | None = None,
         indexer: Indexer | None = None,
         selection_from_earlier: bool = False,
+        unseeing: Unseeing = "itself",
         leaves: str | None = None,
         takes: str | None = None,
     ):
@@ -101,6 +103,9 @@ class LatentAttention(nn.Module):
             raise ValueError("query_from 'both' needs query_rank: without it there is no latent to norm")
         if indexer is not None and selection_from_earlier:
             raise ValueError("a layer has an indexer or takes an earlier layer's selection, not both")
+        if sinks and unseeing == "all":
+            raise ValueError("with sinks a token that nothing is chosen for attends to itself only")
+        self.unseeing: Unseeing = unseeing
         self.nope_dim, self.rope_dim, self.value_dim, self.kv_rank = nope_dim, rope_dim, value_dim, kv_rank
         self.heads, self.scale, self.window, self.table = heads, scale, window, table
         self.query_scale, self.kv_scale = query_scale, kv_scale
@@ -149,7 +154,9 @@ class LatentAttention(nn.Module):
         keys, value = self.kv_up(compressed).unflatten(-1, (self.heads, -1)).split([self.nope_dim, self.value_dim], -1)
         key = torch.cat((keys, turned[:, None].expand(-1, self.heads, -1)), -1) if self.rope_dim else keys
         index, unit = self._selection(x, latent, query, key, context)
-        attended = attend_selected(query, key, value, context.lengths, self.scale, index, unit, self.window, self.sinks)
+        attended = attend_selected(
+            query, key, value, context.lengths, self.scale, index, unit, self.window, self.sinks, self.unseeing
+        )
         if self.gate is not None:
             gate = self.gate(source if self.gate_from == "query" else x)
             compute = torch.promote_types(x.dtype, torch.float32)

@@ -5,7 +5,7 @@ are attended to; -1 for none. A unit is `unit` consecutive tokens, 1 for single 
 """
 
 from collections.abc import Sequence
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 import torch
 import torch.nn.functional as F
@@ -20,6 +20,7 @@ from .norm import RMSNorm
 from .rotary import RotaryStyle
 
 SELECTED = "selected"  # context.shared: the index of the last layer that made one
+Unseeing = Literal["itself", "all"]  # what a token attends to that nothing is chosen for
 
 
 class Indexer(nn.Module):
@@ -81,11 +82,14 @@ def attend_selected(
     unit: int = 1,
     window: int | None = None,
     sinks: Tensor | None = None,
+    unseeing: Unseeing = "itself",
 ) -> Tensor:
     """Causal attention inside each document, to the selected units only (all of them without an index).
 
     query: [T, N, D]; key: [T, G, D]; value: [T, G, E]. window: the last `window` tokens only. sinks: [N], the logit of
-    a key that every token attends to and that has no value. A token that nothing is chosen for attends to itself.
+    a key that every token attends to and that has no value. unseeing: what a token attends to that nothing is chosen
+    for: itself, or all tokens of its document, those to come too, equally: a mask of large numbers in place of
+    infinities leaves nothing else of its scores but their gradient.
     Returns [T, N, E].
     """
     if isinstance(lengths, Cut):
@@ -106,7 +110,11 @@ def attend_selected(
         visible = causal(length, window, q.device)
         if chosen is not None:
             visible = visible & per_head(selected_tokens(chosen[number], length, unit), q.shape[1])
-            visible = visible | (~visible.any(-1, keepdim=True) & torch.eye(length, dtype=torch.bool, device=q.device))
+            if unseeing == "itself":
+                own = torch.eye(length, dtype=torch.bool, device=q.device)
+                visible = visible | (~visible.any(-1, keepdim=True) & own)
+            else:
+                visible = torch.zeros_like(visible, dtype=q.dtype).masked_fill(~visible, torch.finfo(q.dtype).min)
         parts.append(softmax_attention(q, k, v, visible, scale, sinks).transpose(1, 2))
     return pack(parts)
 
@@ -114,8 +122,8 @@ def attend_selected(
 def softmax_attention(
     query: Tensor, key: Tensor, value: Tensor, visible: Tensor, scale: float, sinks: Tensor | None = None
 ) -> Tensor:
-    """query: [B, N, S, D]; key: [B, G, U, D]; value: [B, G, U, E]; visible: bool, broadcast to [B, N, S, U]; sinks:
-    [N]. Returns [B, N, S, E]."""
+    """query: [B, N, S, D]; key: [B, G, U, D]; value: [B, G, U, E]; visible: bool, or numbers to add to the scores where
+    there are no sinks, broadcast to [B, N, S, U]; sinks: [N]. Returns [B, N, S, E]."""
     if sinks is None:
         return _scaled_dot_product(query, key, value, scale, visible)
     weights = probabilities(query, key, visible, scale, sinks)

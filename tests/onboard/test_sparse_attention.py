@@ -38,16 +38,18 @@ PROVEN = [
 
 
 @functools.cache
-def calls_of(family):
-    model, _ = reference.build(families.config(family))
+def calls_of(family, **changes):
+    config = families.config(family)
+    config.get("text_config", config).update(changes)
+    model, _ = reference.build(config)
     reference.redraw(model, torch.Generator().manual_seed(0))
     text = model.config.get_text_config()  # type: ignore[operator]
     ids = torch.randint(3, 190, (2, families.SEQUENCE), generator=torch.Generator().manual_seed(0))
     return record_calls(model, ids)[0], text
 
 
-def site(family, path):
-    calls, text = calls_of(family)
+def site(family, path, **changes):
+    calls, text = calls_of(family, **changes)
     return site_of(calls, next(name for name in calls if name.endswith(path)), text)
 
 
@@ -65,6 +67,14 @@ def test_is_proven(family, path, block, wanted):
         inner = found["indexer"]
         found |= {"indexer.block": inner.block} | {f"indexer.{name}": v for name, v in inner.arguments.items()}
     assert {name: found.get(name) for name in wanted} == wanted
+
+
+@pytest.mark.parametrize("path", ["layers.2.self_attn", "layers.3.self_attn"])
+def test_tokens_that_nothing_is_chosen_for(path):
+    """Without the tail the first token of a document sees no complete pool: the reference then averages all values."""
+    here = site("glm5_next", path, index_kpool_always_select_tail=False)
+    best = prove("mixer", here, torch.Generator().manual_seed(0)).survivors[0].candidate
+    assert best.spec(here.module, here.config).arguments["unseeing"] == "all"
 
 
 @pytest.mark.parametrize(

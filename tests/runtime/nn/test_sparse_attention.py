@@ -11,6 +11,7 @@ from dayzero.runtime.nn import (
     Context,
     GroupedQueryAttention,
     IndexedAttention,
+    LatentAttention,
     MeanPooledIndexer,
     Rotary,
 )
@@ -156,3 +157,19 @@ def test_a_token_without_a_choice_attends_to_itself():
 def test_no_tokens_at_all():
     for make in BLOCKS.values():
         assert drawn(make())(stream(0), context(())).shape == (0, HIDDEN)
+
+
+def test_a_token_that_nothing_is_chosen_for_sees_itself_or_all_alike():
+    query, key, value = (torch.randn(5, 1, 3, dtype=torch.float64, requires_grad=True) for _ in range(3))
+    index = torch.tensor([-1, 0, 1, -1, 3]).view(5, 1, 1)  # documents of 3 and 2 tokens; 3 is of neither
+    index[4] = 0
+    alone = attend_selected(query, key, value, (3, 2), 0.5, index)
+    everything = attend_selected(query, key, value, (3, 2), 0.5, index, unseeing="all")
+    torch.testing.assert_close(alone[[0, 3]], value[[0, 3]])
+    torch.testing.assert_close(everything[0], value[:3].mean(0))
+    torch.testing.assert_close(everything[3], value[3:].mean(0))
+    torch.testing.assert_close(everything[[1, 2, 4]], alone[[1, 2, 4]])
+    # The scores of such a token are lost in its output, but not in its gradient.
+    assert bool(torch.autograd.grad(everything[0].sum(), query)[0][0].any())
+    with pytest.raises(ValueError, match="attends to itself only"):
+        LatentAttention(HIDDEN, 2, 4, 0, 4, 6, 0.5, sinks=True, unseeing="all")
