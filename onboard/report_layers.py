@@ -142,6 +142,7 @@ def uses(spec: ModelSpec) -> list[tuple[BlockSpec, str]]:
         ("last norm", spec.norm),
     ]
     rest.append(("growth of queries", spec.query_scale))
+    rest.append(("inputs of layers", spec.layer_inputs))
     rest.append(("positions added to embeddings", spec.positions))
     if spec.encoder is not None:
         rest += [("last norm of the encoder", spec.encoder.norm), ("positions of the encoder", spec.encoder.positions)]
