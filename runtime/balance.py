@@ -15,11 +15,12 @@ from torch.distributed import ProcessGroup
 
 from dayzero.runtime import config
 from dayzero.runtime.errors import InputError
-from dayzero.runtime.nn import Routed, Router
+from dayzero.runtime.nn import Routed, Router, fused_dispatch
 from dayzero.runtime.nn.capacity import Capacity
 from dayzero.runtime.nn.duplicates import Duplicates
 from dayzero.runtime.nn.exchange import Waiting
 from dayzero.runtime.nn.router_losses import RouterLosses, margin_quantile
+from dayzero.runtime.processes import device_type
 
 BiasUpdate = Literal["off", "sign", "proportional", "quantile"]
 
@@ -167,7 +168,11 @@ def choose_hosts(counts: list[int], ranks: int, duplicates: int) -> list[tuple[i
 
 
 def arrange_experts(model: nn.Module, settings: config.Experts) -> None:
-    """Applies the settings to every mixture of a model that is sharded."""
+    """Applies the settings to every mixture of a model that is sharded. Raises InputError for a dispatcher that this
+    machine or this model cannot use."""
+    alone = None
+    if settings.dispatcher == "fused":
+        alone = _group_of_operators([module for module in model.modules() if isinstance(module, Routed)])
     for module in model.modules():
         if isinstance(module, Routed):
             module.experts.merge_below = settings.merge_below
@@ -175,6 +180,25 @@ def arrange_experts(model: nn.Module, settings: config.Experts) -> None:
                 module.capacity = Capacity(settings.capacity, settings.pad)
             if module.exchange is not None:
                 module.exchange.dispatcher, module.exchange.parts = settings.dispatcher, settings.parts
+                module.exchange.alone = alone
+
+
+def _group_of_operators(mixtures: list[Routed]) -> ProcessGroup | None:
+    """A group for the fused dispatcher alone, or None where nothing travels."""
+
+    def refusal(found: str) -> InputError:
+        return InputError("experts.dispatcher", found=f"fused, and {found}", expected="alltoall or allgather")
+
+    ranks = max((_ranks(mixture) for mixture in mixtures), default=1)
+    if ranks == 1:
+        return None
+    device = device_type()
+    if device != "npu":
+        raise refusal(f"the operators run on npu, not on {device}")
+    for mixture in mixtures:
+        if mixture.router.experts != mixture.experts.experts:
+            raise refusal("a router with classes beyond the experts, to which nothing can be sent")
+    return fused_dispatch.own_group(ranks)
 
 
 def _bias(mixture: Routed) -> Tensor | None:

@@ -109,9 +109,10 @@ class Parallel(Section):
 class Experts(Section):
     """How tokens reach routed experts."""
 
-    dispatcher: Literal["alltoall", "allgather"] = Field(
+    dispatcher: Literal["alltoall", "allgather", "fused"] = Field(
         default="alltoall",
-        description="alltoall: tokens go where they are needed; allgather: every token to every rank",
+        description="alltoall: tokens go where they are needed; allgather: every token to every rank; "
+        "fused: by operators of an NPU",
     )
     parts: int = Field(default=1, ge=1, description="parts in which tokens travel while others compute")
     capacity: float | None = Field(
@@ -124,6 +125,8 @@ class Experts(Section):
     def _pads_to_something(self) -> Self:
         if self.pad and self.capacity is None:
             raise ValueError("pad needs a capacity")
+        if self.dispatcher == "fused" and self.capacity is not None:
+            raise ValueError("the fused dispatcher has no capacity")
         return self
 
 

@@ -3,6 +3,7 @@
 import copy
 from typing import Any
 
+import npu_exchange
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
@@ -19,6 +20,7 @@ from dayzero.runtime.nn import (
     Normalise,
     RMSNorm,
     Router,
+    fused_dispatch,
 )
 from dayzero.runtime.nn.capacity import Capacity
 from dayzero.runtime.nn.context import Context
@@ -201,3 +203,23 @@ def events(parts: int) -> tuple[list[str], list[str]]:
     y.sum().backward()
     Flight.start, Flight.wait, module.through_experts = start, wait, through
     return forward, log
+
+
+def fused(cases: dict[str, tuple[str, dict[str, Any]]]) -> dict[str, dict[str, Any]]:
+    """`compare` by stand-ins of an NPU's operators that take 5 tokens, whose calls are there under "calls"."""
+    before = fused_dispatch.supports, fused_dispatch.communicator, fused_dispatch.TOKENS
+    group = fused_dispatch.own_group(dist.get_world_size())
+    library = npu_exchange.define(group)
+    fused_dispatch.supports = lambda x, choices: (True, "")
+    fused_dispatch.communicator = lambda group: npu_exchange.NAME
+    fused_dispatch.TOKENS = 5
+    try:
+        found = {}
+        for name, (form, how) in cases.items():
+            npu_exchange.CALLS.clear()
+            found[name] = _compare(form, **how, dispatcher="fused", alone=group)
+            found[name]["calls"] = list(npu_exchange.CALLS)
+    finally:
+        fused_dispatch.supports, fused_dispatch.communicator, fused_dispatch.TOKENS = before
+        library._destroy()
+    return found

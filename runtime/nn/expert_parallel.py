@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from . import fused_dispatch
 from .capacity import padded
 from .dispatch import Rows, every_row, local_slots, pack, rows_by_rank, unpack
 from .duplicates import Duplicates
@@ -22,7 +23,7 @@ from .exchange import AllGather, AllToAll, Flight, Move, Waiting, land, leave
 from .experts import Experts
 from .permutation import Copies, collect, sorted_copies, through_experts
 
-Dispatcher = Literal["alltoall", "allgather"]
+Dispatcher = Literal["alltoall", "allgather", "fused"]
 
 
 @dataclass
@@ -30,7 +31,8 @@ class Exchange:
     """The ranks that share the experts of a layer, and how tokens get to them.
 
     Rank r of `group` holds experts r*E/R .. (r+1)*E/R - 1. dispatcher: alltoall sends a token where it is needed;
-    allgather sends every token everywhere, which is less work for few ranks and many experts a token.
+    allgather sends every token everywhere, which is less work for few ranks and many experts a token;
+    fused uses the operators of an NPU (`fused_dispatch`), over a group of their own. alone: that group.
     parts: in how many tokens travel. dtype: of the experts' inputs where that is not the layer's.
     duplicates: second copies of experts, which may change from one forward pass to the next.
     """
@@ -41,13 +43,15 @@ class Exchange:
     dtype: torch.dtype | None = None
     waiting: Waiting = field(default_factory=Waiting)
     duplicates: Duplicates | None = None
+    alone: ProcessGroup | None = None
 
     def depart(self, x: Tensor, weights: Tensor, index: Tensor, experts: int, capacity: int | None = None) -> "Journey":
         """Sends x [T, H] off. index [T, K] int64, E and more for no expert; weights: [T, K]; experts: E.
 
         capacity: copies for an expert from each rank, to which the experts' batches are padded; None to pad nothing.
 
-        Every rank takes part, tokens or not. Raises ValueError if the experts do not divide evenly over the group.
+        Every rank takes part, tokens or not. Raises ValueError if the experts do not divide evenly over the group, or
+        if the operators of `fused` cannot take these tokens.
         """
         ranks = self.group.size()
         if experts % ranks:
@@ -56,16 +60,26 @@ class Exchange:
         slots = experts // ranks
         if self.duplicates is not None:
             slots, index = self.duplicates.slots, self.duplicates.place(index)
-        bounds = [x.shape[0] * part // self.parts for part in range(self.parts + 1)]
-        cuts = [slice(*bounds[part : part + 2]) for part in range(self.parts)]
-        make = self._everywhere if self.dispatcher == "allgather" else self._where_needed
+        make = {"alltoall": self._where_needed, "allgather": self._everywhere, "fused": self._fused}[self.dispatcher]
+        cuts = self._cuts(x, index.shape[1])
         plans = make([index[cut] for cut in cuts], slots)
         weights = weights.to(x.dtype)
         parcels = [plan.depart(x[cut], weights[cut], self.waiting) for plan, cut in zip(plans, cuts, strict=True)]
         return Journey(self, parcels, None if capacity is None else self._largest(capacity, x.device) * ranks)
 
-    def _largest(self, capacity: int, device: torch.device) -> int:
-        most = torch.tensor(capacity, device=device)
+    def _cuts(self, x: Tensor, choices: int) -> list[slice]:
+        tokens = x.shape[0]
+        if self.dispatcher != "fused":
+            bounds = [tokens * part // self.parts for part in range(self.parts + 1)]
+            return [slice(*bounds[part : part + 2]) for part in range(self.parts)]
+        ok, reason = fused_dispatch.supports(x, choices)
+        if not ok:
+            raise ValueError(f"the fused dispatcher cannot take these tokens: {reason}")
+        step = fused_dispatch.TOKENS
+        return [slice(first, first + step) for first in range(0, max(1, self._largest(tokens, x.device)), step)]
+
+    def _largest(self, number: int, device: torch.device) -> int:
+        most = torch.tensor(number, device=device)
         dist.all_reduce(most, dist.ReduceOp.MAX, group=self.group)
         return int(most)
 
@@ -86,6 +100,33 @@ class Exchange:
         return plans
 
     def _everywhere(self, parts: Sequence[Tensor], slots: int) -> list["Plan"]:
+        heights, totals, counts = self._from_everywhere(parts, slots)
+        move = AllGather(self.group)
+        return [
+            Plan(every_row(slot, height), slot, move, slots, total, counts[part], self.group.rank())
+            for part, (slot, height, total) in enumerate(zip(parts, heights, totals, strict=True))
+        ]
+
+    def _fused(self, parts: Sequence[Tensor], slots: int) -> list["Plan"]:
+        ranks, height = self.group.size(), fused_dispatch.TOKENS
+        assert self.alone is not None
+        _, totals, counts = self._from_everywhere(parts, slots)
+        return [
+            Plan(
+                every_row(slot, height),
+                slot,
+                fused_dispatch.Dispatch(slot, ranks * slots, total, self.alone),
+                slots,
+                total,
+                counts[part],
+                self.group.rank(),
+                copies=True,
+            )
+            for part, (slot, total) in enumerate(zip(parts, totals, strict=True))
+        ]
+
+    def _from_everywhere(self, parts: Sequence[Tensor], slots: int) -> tuple[list[int], list[int], Tensor]:
+        """Of each part: the most tokens of a rank, copies for this rank, and [parts, slots] for each of its slots."""
         ranks, own = self.group.size(), self.group.rank()
         counts = [torch.bincount(slot.flatten(), minlength=ranks * slots)[: ranks * slots] for slot in parts]
         tokens = counts[0].new_tensor([slot.shape[0] for slot in parts])
@@ -95,11 +136,7 @@ class Exchange:
         every = every.view(ranks, *mine.shape)
         local = every[:, :, 1 + own * slots : 1 + (own + 1) * slots].sum(0)
         heights, totals = torch.stack((every[..., 0].amax(0), local.sum(1))).tolist()
-        move = AllGather(self.group)
-        return [
-            Plan(every_row(slot, height), slot, move, slots, total, local[part], own)
-            for part, (slot, height, total) in enumerate(zip(parts, heights, totals, strict=True))
-        ]
+        return heights, totals, local
 
 
 def _counts(slot: Tensor, rows: Rows, slots: int, ranks: int) -> Tensor:
@@ -111,7 +148,8 @@ def _counts(slot: Tensor, rows: Rows, slots: int, ranks: int) -> Tensor:
 @dataclass
 class Plan:
     """One part of the tokens. slot [N, K]: of each row sent, among the receiver's, or among those of all ranks where
-    `own`, this rank's number, is to sort them out on arrival. total, counts: copies that this rank will get."""
+    `own`, this rank's number, is to sort them out on arrival. total, counts: copies that this rank will get. copies:
+    whether a row comes for each of these, sorted by expert."""
 
     rows: Rows
     slot: Tensor
@@ -120,6 +158,7 @@ class Plan:
     total: int
     counts: Tensor
     own: int | None = None
+    copies: bool = False
 
     def depart(self, x: Tensor, weights: Tensor, waiting: Waiting) -> "Parcel":
         there, home = Flight(self.move, waiting), Flight(self.move.reverse(), waiting)
@@ -145,6 +184,8 @@ class Parcel:
         x, weights, slot = unpack(land(travelling, self.there), self.choices)
         if plan.own is not None:
             slot = local_slots(slot, plan.own, plan.slots)
+        if plan.copies:
+            slot = fused_dispatch.only_own(slot, plan.counts, plan.total)
         copies = sorted_copies(slot, plan.slots, plan.total)._replace(counts=plan.counts)
         return leave(through(x, weights, copies), self.home)
 

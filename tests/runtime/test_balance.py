@@ -1,15 +1,19 @@
 """Loads are counted once and alike on every mesh; losses and biases pull them even."""
 
+from types import SimpleNamespace
+
 import harness
 import pytest
 import ranks_balance
 import torch
 import torch.nn.functional as F
 
-from dayzero.runtime.balance import Balance, bias_step, choose_hosts
+from dayzero.runtime import config
+from dayzero.runtime.balance import Balance, arrange_experts, bias_step, choose_hosts
 from dayzero.runtime.config import Balance as Settings
 from dayzero.runtime.errors import InputError
 from dayzero.runtime.nn import Experts, MixtureOfExperts, Router, TopOneRouter
+from dayzero.runtime.nn.expert_parallel import Exchange
 from dayzero.runtime.nn.router_losses import EDGES, RouterLosses, count_margins, margin_quantile
 
 LOSSES = {"auxiliary_loss": 0.5, "sequence_loss": 0.25, "z_loss": 0.125}
@@ -168,3 +172,19 @@ def test_evaluation_leaves_routers_alone():
     router.train()
     router(x)
     assert set(router.losses.values) == {"z"}
+
+
+@pytest.mark.parametrize(
+    ("device", "experts", "found"), [("cpu", 6, "on npu, not on cpu"), ("npu", 5, "classes beyond the experts")]
+)
+def test_the_fused_dispatcher_is_refused_where_it_cannot_be_used(device, experts, found, monkeypatch):
+    moe = MixtureOfExperts(Router(8, 6, 2), Experts(experts, 8, 4, "silu"))
+    moe.exchange = Exchange(SimpleNamespace(size=lambda: 2))
+    monkeypatch.setattr("dayzero.runtime.balance.device_type", lambda: device)
+    with pytest.raises(InputError, match=found):
+        arrange_experts(moe, config.Experts(dispatcher="fused"))
+
+
+def test_the_fused_dispatcher_has_no_capacity():
+    with pytest.raises(ValueError, match="no capacity"):
+        config.Experts(dispatcher="fused", capacity=1.5)

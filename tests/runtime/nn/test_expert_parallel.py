@@ -10,6 +10,7 @@ import pytest
 import ranks_experts
 import torch
 
+from dayzero.runtime.nn import fused_dispatch
 from dayzero.runtime.nn.capacity import Capacity
 
 FORMS = (
@@ -81,6 +82,57 @@ def test_parts_travel_while_others_compute():
         ("tokens 0 leave", "shared experts", "tokens 0 needed"),
     ):
         assert backward.index(before) < backward.index(hiding) < backward.index(after), backward
+
+
+FUSED = {
+    "plain": ("plain", {}),
+    "shared": ("shared", {"parts": 3}),
+    "input": ("input", {}),
+    "latent": ("latent", {}),
+    "attention": ("attention", {}),
+    "all": ("all", {}),
+    "all-to-one-expert": ("one", {"push": ALL_TO_FIVE}),
+    "recomputed": ("biases", {"recomputed": True}),
+    "duplicates": ("biases", {"hosts": [(0, 1), (7, 0)]}),
+    "merged": ("weighed-shared", {"merge": 2}),
+}
+
+
+@pytest.fixture(scope="module")
+def fused():
+    return harness.run(ranks_experts.fused, 2, FUSED, timeout=120)
+
+
+@pytest.mark.parametrize("name", FUSED)
+def test_operators_of_an_npu_equal_one_process(name, fused):
+    """Against stand-ins with the declared schemas: the calls, and that each operator is the other's gradient."""
+    for of_rank in fused:
+        assert of_rank[name]["worst"] <= 1e-12, of_rank[name]["where"]
+
+
+def test_operators_of_an_npu_are_called_in_step(fused):
+    """Parts of 5 for 9 and 14 tokens: one rank's last part is empty, and yet it takes part."""
+    assert [of_rank["plain"]["calls"] for of_rank in fused] == [
+        [("dispatch", 10)] * 3 + [("combine", 10)] * 3 + [("dispatch", 10)] * 3 + [("combine", 10)] * 3
+    ] * 2
+    assert all(of_rank[name]["calls"] == fused[0][name]["calls"] for of_rank in fused for name in FUSED)
+
+
+def test_operators_of_an_npu_are_used_there_only():
+    ok, reason = fused_dispatch.supports(torch.ones(4, 2048).bfloat16(), 8)
+    assert not ok
+    assert reason == "runs on npu, not on cpu"
+
+
+@pytest.mark.parametrize(
+    ("hidden", "choices", "reason"),
+    [(2048, 8, ""), (512, 8, "rows 512 wide"), (8192, 8, "8224 with weights"), (2048, 17, "17 experts")],
+)
+def test_widths_that_the_operators_take(hidden, choices, reason, monkeypatch):
+    monkeypatch.setattr(fused_dispatch, "npu_supports", lambda *_: (True, ""))
+    ok, found = fused_dispatch.supports(torch.ones(4, hidden, device="meta"), choices)
+    assert ok == (not reason)
+    assert reason in found
 
 
 @pytest.mark.slow
