@@ -120,19 +120,23 @@ def record_calls(model: nn.Module, ids: Tensor) -> tuple[dict[str, Call], Tensor
     Raises Undiscovered for a model that cannot run.
     """
     calls: dict[str, Call] = {}
-    # Of the calls that are not over, by module: their arguments.
+    # Of the calls that are not over, by module: their arguments, and the mappings among these as they were.
     before: dict[int, list[_Snapshot]] = {}
-    given: dict[int, tuple[tuple[Any, ...], dict[str, Any]]] = {}
+    mappings: dict[int, dict[int, Any]] = {}
     snapshots: list[tuple[Call, list[_Snapshot]]] = []
     handles = []
     for path, module in model.named_modules():
 
         def enter(module, args, kwargs):
             before[id(module)] = _snapshots((args, kwargs))
-            given[id(module)] = tuple(map(_own, args)), {name: _own(value) for name, value in kwargs.items()}
+            every = [*args, *kwargs.values()]
+            mappings[id(module)] = {id(value): _own(value) for value in every if isinstance(value, Mapping)}
 
         def leave(module, args, kwargs, output, path=path):
-            call = Call(path, module, *given.pop(id(module), (args, kwargs)), output, order=len(snapshots))
+            as_before = mappings.pop(id(module), {})
+            args = tuple(as_before.get(id(value), value) for value in args)
+            kwargs = {name: as_before.get(id(value), value) for name, value in kwargs.items()}
+            call = Call(path, module, args, kwargs, output, order=len(snapshots))
             snapshots.append((call, [*before.pop(id(module), []), *_snapshots(output)]))
             if path in calls:
                 calls[path].later.append(call)
