@@ -11,7 +11,7 @@ import json
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, Literal
 
-from dayzero.onboard.claims import attention, layers, routing, sizes
+from dayzero.onboard.claims import attention, feed_forward, layers, routing, sizes
 from dayzero.onboard.claims.shown import Shown, Verdict
 from dayzero.onboard.config_fields import SIZES
 from dayzero.runtime.record import Record
@@ -50,6 +50,7 @@ _CHECKED: tuple[tuple[str, Meaning], ...] = (
     (" ".join(SIZES["expert_width"]), routing.width),
     (" ".join(SIZES["shared_experts"]), routing.shared_number),
     (" ".join((*SIZES["shared_width"], "shared_intermediate_size")), routing.shared_width),
+    ("feed_forward_proj", feed_forward.projection),
     # Which layers have experts.
     ("moe_layer_freq", routing.frequency),
     ("first_k_dense_replace num_dense_layers moe_num_dense_layers", routing.leading_dense),
