@@ -101,12 +101,13 @@ def test_a_loop_that_goes_on():
     x = model.embed(ids)
     for number in (0, 1, 2, 1, 2):
         x = by_hand(model.layers[number], x, None)
+    assert model.head is not None
     want = model.norm(x) @ model.head.weight.T
     assert torch.allclose(model(ids, torch.tensor([0, 5])), want, rtol=1e-12)
 
 
 def test_what_is_no_loop():
-    with pytest.raises(ValueError, match="layers 1 .. 2 cannot run 0 times"):
+    with pytest.raises(ValueError, match=r"layers 1 \.\. 2 cannot run 0 times"):
         Loop(1, 2, 0)
     with pytest.raises(ValueError, match="begins where that began"):
         Loop(1, 2, 2, message=nn.Identity())
