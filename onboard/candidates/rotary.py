@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from dayzero.onboard.calls import Call, tensors
 from dayzero.onboard.candidates.evidence import Candidate, Evidence, literal, present
+from dayzero.onboard.candidates.settings import Path, at, fields_of, number, setting, walk
 from dayzero.onboard.config_fields import size_of
 from dayzero.onboard.handed import Table, tables_in
 from dayzero.onboard.reference import state_of
@@ -23,7 +24,6 @@ from dayzero.runtime.weights import Stored
 TOLERANCE = 1e-12
 _OFFSETS = (0, 1009, 20011)  # added to the positions: what a scaling does far away shows only there
 _TRAINED = 1e-9  # relative, of tables and gradients at other values of what is trained
-_DEPTH = 3  # of settings inside settings
 
 
 @dataclass(eq=False)
@@ -151,7 +151,7 @@ def _formula(seen: _Seen, config: Any) -> Candidate | None:
                 for factor in _attention_factors(module, radius, theta):
                     whole: dict[str, Evidence | Candidate] = {
                         "dim": dim,
-                        "theta": _number(theta, float),
+                        "theta": number(theta, float),
                         **arguments,
                         **factor,
                     }
@@ -232,71 +232,24 @@ def _alike_at(
     return all(bool((one - other).norm() <= _TRAINED * other.norm()) for one, other in pairs)
 
 
-# --- where a number of the settings is held -------------------------------------------------------------------------
-
-Path = tuple[str, ...]
+# --- the arguments of the formula -----------------------------------------------------------------------------------
 
 
 def _numbers(config: Any) -> list[Path]:
     """Where the config holds numbers above 1 that may be the base, those beside others of a rotary kind first."""
-    found = [path for path, value in _walk(config, ()) if _is_base(value)]
+    found = [path for path, value in walk(config, ()) if _is_base(value)]
     return sorted(found, key=lambda path: ("theta" not in path[-1] and "base" not in path[-1], -len(path), path))
-
-
-def _walk(held: Any, path: Path) -> Iterator[tuple[Path, Any]]:
-    fields = _fields(held)
-    if fields is None or len(path) >= _DEPTH:
-        yield path, held
-        return
-    for name in sorted(fields):
-        if not name.startswith("_"):
-            yield from _walk(fields[name], (*path, name))
-
-
-def _fields(held: Any) -> Mapping[str, Any] | None:
-    if isinstance(held, Mapping):
-        return {str(name): value for name, value in held.items()}
-    return vars(held) if hasattr(held, "to_dict") else None
-
-
-def _at(config: Any, path: Path) -> Any:
-    for name in path:
-        config = (_fields(config) or {})[name]
-    return config
-
-
-def _number(path: Path, kind: type) -> Evidence:
-    return Evidence(f"config {'.'.join(path)}", lambda module, config: kind(_at(config, path)))
 
 
 def _is_base(value: Any) -> bool:
     return isinstance(value, (int, float)) and not isinstance(value, bool) and 1 < value < float("inf")
 
 
-def _setting(theta: Path, name: str, kind: type, default: Any = None) -> Evidence:
-    """The setting `name` beside the base; `default` where it is absent or None."""
-    where = theta[:-1]
-
-    def resolve(module: nn.Module, config: Any) -> Any:
-        fields = _fields(_at(config, where)) or {}
-        value = fields.get(name)
-        value = default if value is None else value
-        return None if value is None else kind(value)
-
-    shown = "" if default is None else f", {default} if absent"
-    return Evidence(f"config {'.'.join((*where, name))}{shown}", resolve)
-
-
-# --- the arguments of the formula -----------------------------------------------------------------------------------
-
-
 def _scalings(theta: Path, seen: _Seen, config: Any) -> list[dict[str, Evidence]]:
     """The ways to stretch that the settings beside the base have all numbers for; none at first."""
-    beside = _fields(_at(config, theta[:-1])) or {}
-    original = _setting(
-        theta, "original_max_position_embeddings", int, getattr(config, "max_position_embeddings", None)
-    )
-    factor = _setting(theta, "factor", float, 1.0)
+    beside = fields_of(at(config, theta[:-1])) or {}
+    original = setting(theta, "original_max_position_embeddings", int, getattr(config, "max_position_embeddings", None))
+    factor = setting(theta, "factor", float, 1.0)
     found: list[dict[str, Evidence]] = [{}]
     if beside.get("factor") is None and "original_max_position_embeddings" in beside:
         factor = Evidence(
@@ -311,24 +264,24 @@ def _scalings(theta: Path, seen: _Seen, config: Any) -> list[dict[str, Evidence]
     if "low_freq_factor" in beside:
         found.append(
             {"scaling": literal("llama3", "the settings' names"), "factor": factor, "original_length": original}
-            | {name: _setting(theta, name, float) for name in ("low_freq_factor", "high_freq_factor")}
+            | {name: setting(theta, name, float) for name in ("low_freq_factor", "high_freq_factor")}
         )
     if "partial_rotary_factor" in beside:
-        share = _setting(theta, "partial_rotary_factor", float)
+        share = setting(theta, "partial_rotary_factor", float)
         found.append(
             {"scaling": literal("proportional", "frequencies of 0"), "factor": factor, "rotated": _share(seen, share)}
         )
     if beside.get("factor") is not None or "original_max_position_embeddings" in beside:
         found.append(
             {"scaling": literal("yarn", "the settings' names"), "factor": factor, "original_length": original}
-            | {"beta_fast": _setting(theta, "beta_fast", float, 32.0)}
-            | {"beta_slow": _setting(theta, "beta_slow", float, 1.0)}
-            | {"truncate": _setting(theta, "truncate", bool, True)}
+            | {"beta_fast": setting(theta, "beta_fast", float, 32.0)}
+            | {"beta_slow": setting(theta, "beta_slow", float, 1.0)}
+            | {"truncate": setting(theta, "truncate", bool, True)}
         )
     if "short_factor" in beside:
         found.append(
             {"scaling": literal("longrope", "the settings' names"), "original_length": original}
-            | {f"{kind}_factors": _setting(theta, f"{kind}_factor", list) for kind in ("short", "long")}
+            | {f"{kind}_factors": setting(theta, f"{kind}_factor", list) for kind in ("short", "long")}
         )
     return found
 
@@ -350,12 +303,12 @@ def _pairs(module: nn.Module, usual: int) -> int:
 def _dims(theta: Path, seen: _Seen, module: nn.Module, config: Any) -> Iterator[Evidence]:
     """Twice the frequencies, as a buffer of them shows; or the size of which they are a share, which may be odd."""
     pairs = seen.table.cos.shape[-1]
-    for share in (path for path, value in _walk(config, ()) if path[:-1] == theta[:-1] and _is_share(value)):
+    for share in (path for path, value in walk(config, ()) if path[:-1] == theta[:-1] and _is_share(value)):
         # A share may be odd, which the number of frequencies does not show.
-        if _head(config) and int(_head(config) * _at(config, share)) in {2 * pairs, 2 * pairs - 1}:
+        if _head(config) and int(_head(config) * at(config, share)) in {2 * pairs, 2 * pairs - 1}:
             yield Evidence(
                 f"head size times config {'.'.join(share)}",
-                lambda module, config, share=share: int(_head(config) * _at(config, share)),
+                lambda module, config, share=share: int(_head(config) * at(config, share)),
             )
     buffers = [name for name, buffer in module.named_buffers() if buffer.ndim == 1 and buffer.shape[0] == pairs]
     kind = theta[-2] if len(theta) > 1 else ""
@@ -364,18 +317,18 @@ def _dims(theta: Path, seen: _Seen, module: nn.Module, config: Any) -> Iterator[
             f"twice the size of {name}", lambda module, config, name=name: 2 * module.get_buffer(name).shape[0]
         )
         break
-    sizes = [path for path, value in _walk(config, ()) if type(value) is int and value > 1 and len(path) == 1]
+    sizes = [path for path, value in walk(config, ()) if type(value) is int and value > 1 and len(path) == 1]
     sizes.sort(key=lambda path: "head_dim" not in path[-1])
-    shares = [path for path, value in _walk(config, ()) if isinstance(value, float) and 0 < value < 1]
+    shares = [path for path, value in walk(config, ()) if isinstance(value, float) and 0 < value < 1]
     shares.sort(key=lambda path: (path[:-1] != theta[:-1], "rotary" not in path[-1]))
     for size in sizes:
-        if _at(config, size) in {2 * pairs, 2 * pairs - 1}:
-            yield _number(size, int)
+        if at(config, size) in {2 * pairs, 2 * pairs - 1}:
+            yield number(size, int)
         for share in shares:
-            if int(_at(config, size) * _at(config, share)) in {2 * pairs, 2 * pairs - 1}:
+            if int(at(config, size) * at(config, share)) in {2 * pairs, 2 * pairs - 1}:
                 yield Evidence(
                     f"config {'.'.join(size)} times {'.'.join(share)}",
-                    lambda module, config, size=size, share=share: int(_at(config, size) * _at(config, share)),
+                    lambda module, config, size=size, share=share: int(at(config, size) * at(config, share)),
                 )
     yield literal(2 * pairs, "twice the frequencies of the table")
 
