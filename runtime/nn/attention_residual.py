@@ -8,13 +8,14 @@ from .norm import RMSNorm
 
 
 class AttentionResidual(nn.Module):
-    """states: n >= 1 tensors [T, H] -> [T, H], or `queries` of them as a tuple where there are several; as many for each
-    of `sets`, one set after the other.
+    """states: n >= 1 tensors [T, H] -> [T, H], or `queries` of them as a tuple where there are several; as many for
+    each of `sets`, one set after the other.
 
         y_q = sum_i softmax_i(scale * query_q . k_i) v_i,  k_i = rms(state_i) * norm.weight
 
     v_i is the state itself, or k_i where `normed_values`. weighted: whether the norm has a weight. query: [H],
-    [queries, H] or [sets, queries, H]. Each token attends to its own states only: packed documents need no mask. In float32 at least.
+    [queries, H] or [sets, queries, H]. Each token attends to its own states only: packed documents need no mask. In
+    float32 at least.
     """
 
     def __init__(

@@ -349,7 +349,7 @@ def test_what_is_carried_is_what_the_model_does_not_use():
     bias = torch.randn(3, 6, dtype=torch.float64)
     with pytest.raises(NoRule, match="values of x that the model uses are not those"):
         find_rules({"a": bias[0]}, {"x": bias}, {"x": torch.arange(3)[:, None].expand(3, 6) == 1})
-    with pytest.raises(NoRule, match="of x .* are read for nothing"):
+    with pytest.raises(NoRule, match=r"of x .* are read for nothing"):
         find_rules({"a": bias[0]}, {"x": bias})
 
 
