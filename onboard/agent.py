@@ -22,7 +22,7 @@ from pydantic import BaseModel
 from dayzero.onboard import remote_code
 from dayzero.onboard.align import Alignment, Rung, blocks_rung, coverage_rung, model_rung
 from dayzero.onboard.align.ladder import THRESHOLDS, judge
-from dayzero.onboard.align.model import real_weights_error
+from dayzero.onboard.align.model import CannotLoad, real_weights_error
 from dayzero.onboard.checkpoint import Checkpoint, read_checkpoint
 from dayzero.onboard.claims import Claim
 from dayzero.onboard.classify import Ledger, classify, settle
@@ -217,7 +217,11 @@ def _with_real_weights(
     spec = specification.spec
     with tempfile.TemporaryDirectory() as folder:
         write_files(Path(folder), model_files(spec))
-        error = real_weights_error(load_package(Path(folder)), checkpoint)
+        try:
+            error = real_weights_error(load_package(Path(folder)), checkpoint)
+        except CannotLoad as refused:
+            skipped = f"real weights: not compared, the reference does not load them: {refused}"
+            return rung.model_copy(update={"details": [*rung.details, skipped]})
     if error is None:
         return rung.model_copy(update={"details": [*rung.details, "real weights: not compared, too large for memory"]})
     real = judge({"real weights, float32: logits": error}, THRESHOLDS["L2 float32"])

@@ -246,10 +246,14 @@ def all_cores() -> Iterator[None]:
         torch.set_num_threads(before)
 
 
+class CannotLoad(Exception):
+    """The reference does not load the checkpoint itself: its own code has other shapes than the files."""
+
+
 @all_cores()
 def real_weights_error(package: Package, checkpoint: Checkpoint) -> float | None:
     """Relative error of the logits on the real weights, float32, natural routing; None for a checkpoint too large to
-    hold twice."""
+    hold twice. Raises CannotLoad."""
     parameters = sum(math.prod(header.shape) for header in checkpoint.headers.values())
     if 8 * parameters > REAL_BYTES:
         return None
@@ -260,9 +264,16 @@ def real_weights_error(package: Package, checkpoint: Checkpoint) -> float | None
     with quiet(), torch.no_grad():
         cls = model_class(config, list(checkpoint.config.get("architectures") or []))
         computed = _computed_buffers(cls, config) if remote_code.current() is not None else {}
-        reference = cls.from_pretrained(  # type: ignore[attr-defined]
-            checkpoint.path, config=config, dtype=torch.float32, attn_implementation="eager", trust_remote_code=False
-        )
+        try:
+            reference = cls.from_pretrained(  # type: ignore[attr-defined]
+                checkpoint.path,
+                config=config,
+                dtype=torch.float32,
+                attn_implementation="eager",
+                trust_remote_code=False,
+            )
+        except (RuntimeError, ValueError) as error:
+            raise CannotLoad(" ".join(str(error).split())[:200]) from None
         for name, value in computed.items():
             reference.get_buffer(name).copy_(value)
         theirs = torch.cat([reference(**inputs(reference, document[None])).logits[0] for document in documents])

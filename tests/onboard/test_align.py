@@ -4,21 +4,26 @@ import dataclasses
 import math
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import onboarded
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
 from dayzero.onboard.agent import load_shrunk, specify_checkpoint
 from dayzero.onboard.align import THRESHOLDS, Alignment, Rung, blocks_rung, coverage_rung, model_rung
 from dayzero.onboard.align.ladder import judge, rounded_up
-from dayzero.onboard.align.model import beyond_rounding, real_weights_error
+from dayzero.onboard.align.model import CannotLoad, beyond_rounding, real_weights_error
 from dayzero.onboard.checkpoint import read_checkpoint
 from dayzero.runtime.load import load_checkpoint
 from dayzero.runtime.package import load_package
 from dayzero.runtime.spec import SourceSpec
+from dayzero.runtime.weights import Rule, Stored
 
 
 @pytest.fixture(scope="module")
@@ -42,6 +47,19 @@ def test_the_thresholds_are_those_of_the_design():
 )
 def test_verdicts(error, verdict):
     assert rung(error).verdict == verdict
+
+
+def test_whole_numbers_go_in_and_out_as_they_are(tmp_path):
+    """A multiplier of a hash has more digits than a floating-point number keeps."""
+    numbers = {"held": torch.tensor([2**62 + 1, -3]), "small": torch.tensor([0.1], dtype=torch.bfloat16)}
+    save_file(numbers, tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text("{}")
+    rules = [SimpleNamespace(build=lambda name=name: Rule(f"ours.{name}", Stored(name))) for name in numbers]
+    ledger: Any = SimpleNamespace(unaccounted=[], groups=[])
+    spec: Any = SimpleNamespace(rules=rules)
+    found, hashes = coverage_rung(read_checkpoint(tmp_path), ledger, spec)
+    assert (found.verdict, found.worst) == ("PASS", 0.0), found.where
+    assert hashes.keys() == {"ours.held", "ours.small"}
 
 
 def test_the_worst_is_named_and_nothing_at_all_is_no_pass():
@@ -106,8 +124,6 @@ def test_coverage_fails_for_a_tensor_without_a_fate(mixtral):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
 def test_every_bit_pattern_of_a_dtype_survives(dtype, tmp_path, mixtral):
     """Denormals, both zeros, the largest and the smallest: through float32 and back."""
-    from safetensors.torch import load_file, save_file
-
     source, specification, ledger = mixtral
     folder = Path(shutil.copytree(source.path, tmp_path / "checkpoint"))
     tensors = {name: tensor.to(dtype) for name, tensor in load_file(folder / "model.safetensors").items()}
@@ -201,6 +217,19 @@ def test_real_weights_are_compared_too(mixtral):
             exchanged = other[f"layers.{{layer}}.mixer.{keys[rule.parameter]}.weight"]
             rules[number] = dataclasses.replace(rule, source=exchanged)
     assert real_weights_error(dataclasses.replace(package, rules=rules), source) > 1e-2
+
+
+def test_a_checkpoint_that_the_reference_itself_does_not_load(mixtral, tmp_path):
+    """Rules may know what a reference does not: that a tensor is stored with fewer rows than it has."""
+    source, _, _ = mixtral
+    folder = shutil.copytree(source.path, tmp_path / "changed")
+    for file in folder.glob("*.safetensors"):
+        tensors = load_file(file)
+        changed = {name: tensor[:-1] if name == "lm_head.weight" else tensor for name, tensor in tensors.items()}
+        save_file({name: tensor.contiguous() for name, tensor in changed.items()}, file, {"format": "pt"})
+    package = load_package(onboarded.get("mixtral").package)
+    with pytest.raises(CannotLoad):
+        real_weights_error(package, read_checkpoint(folder))
 
 
 def with_wiring(specification, name, reads):
