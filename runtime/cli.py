@@ -116,7 +116,7 @@ def plan(
     as_json: Json = False,
 ) -> None:
     """Predict memory and communication on any number of devices, without having them."""
-    from dayzero.runtime.config import load_config
+    from dayzero.runtime.config import fixed, load_config
     from dayzero.runtime.package import load_package
     from dayzero.runtime.plan import make_plan
 
@@ -134,8 +134,8 @@ def plan(
         optimizer=config.optimizer,
         asynchronous=config.checkpoint.asynchronous,
         train_indexers=config.train.indexer_loss != "none",
-        tp=tp or config.parallel.tp,
-        cp=cp or config.parallel.cp,
+        tp=tp or fixed(config.parallel.tp),
+        cp=cp or fixed(config.parallel.cp),
     )
     if as_json:
         print(json.dumps({"command": "plan", "ok": True, **result.model_dump(mode="json")}))

@@ -94,12 +94,16 @@ class Parallel(Section):
     dp_replicate: int | Literal["auto"] = Field(
         default="auto", description="copies of the sharded dense layers, or auto"
     )
-    tp: int = Field(default=1, ge=1, description="ranks that each hold a part of every dense layer and share a batch")
-    cp: int = Field(default=1, ge=1, description="ranks that each hold a part of the tokens of a batch")
+    tp: int | Literal["auto"] = Field(
+        default="auto", description="ranks that cut every dense layer and share a batch; auto: 1 if that fits"
+    )
+    cp: int | Literal["auto"] = Field(
+        default="auto", description="ranks that each hold a part of the tokens of a batch; auto: 1 if that fits"
+    )
 
     @model_validator(mode="after")
     def _positive(self) -> Self:
-        for name in ("ep", "dp_replicate"):
+        for name in ("ep", "dp_replicate", "tp", "cp"):
             size = getattr(self, name)
             if size != "auto" and size < 1:
                 raise ValueError(f"{name} is {size}, expected 1 or more")
@@ -225,6 +229,11 @@ def load_config(base: Path | dict[str, Any] | None, overrides: Iterable[str] = (
         where = source.get(key, next((text for name, text in source.items() if name.startswith(f"{key}.")), key))
         found = str(first["input"]) if "." in key else ""
         raise InputError(where, found=found, expected=first["msg"].removeprefix("Value error, ")) from None
+
+
+def fixed(size: int | Literal["auto"]) -> int | None:
+    """A size that is chosen, None for one that the plan chooses."""
+    return None if size == "auto" else size
 
 
 def render_yaml(config: TrainConfig) -> str:

@@ -5,12 +5,12 @@ import os
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from dayzero.runtime.checkpointing import checkpoints
-from dayzero.runtime.config import TrainConfig, load_config
+from dayzero.runtime.config import TrainConfig, fixed, load_config
 from dayzero.runtime.context_parallel import check_context_parallel
 from dayzero.runtime.data import Example, Examples, load_tokenizer, read_examples
 from dayzero.runtime.errors import InputError
@@ -24,6 +24,9 @@ from dayzero.runtime.package import Package, load_package
 from dayzero.runtime.parallel import Layout
 from dayzero.runtime.processes import device_gib
 from dayzero.runtime.tensor_parallel import check_tensor_parallel
+
+if TYPE_CHECKING:
+    from dayzero.runtime.plan import Plan
 
 
 @dataclass(frozen=True)
@@ -74,8 +77,10 @@ def prepare(
     before = _record_of(run) if resume else {}
     file, overrides = made.folder / "train.yaml", list(overrides)
     config = load_config(before.get("config", file if file.is_file() else None), overrides)
-    together = config.parallel.tp * config.parallel.cp
-    config, notes = _same_batches(config, overrides, before.get("batches_per_step"), max(1, world // together))
+    config, notes = _shared_batches(made, config, world)
+    tp, cp = sharing(config)
+    config, more = _same_batches(config, overrides, before.get("batches_per_step"), max(1, world // (tp * cp)))
+    notes += more
     data, eval_data = data or _path(before, "data"), eval_data or _path(before, "eval_data")
     if data is None:
         raise InputError("--data", found="left out", expected="a file of training examples")
@@ -215,36 +220,61 @@ def _path(record: dict[str, Any], name: str) -> Path | None:
     return Path(record[name]) if record.get(name) else None
 
 
+def _shared_batches(package: Package, config: TrainConfig, world: int) -> tuple[TrainConfig, list[str]]:
+    """Settings in which tp and cp are numbers, and notes. They are 1 unless that does not fit into the device."""
+    asked = fixed(config.parallel.tp), fixed(config.parallel.cp)
+    tp, cp = (size or 1 for size in asked)
+    notes = []
+    if None in asked and device_gib() is not None and world % (tp * cp) == 0:
+        mesh = _plan(package, config, world).mesh
+        if (mesh.tp, mesh.cp) != (tp, cp):
+            tp, cp = mesh.tp, mesh.cp
+            notes.append(f"a batch does not fit into a device: {tp * cp} ranks share one (tp {tp}, cp {cp})")
+    parallel = config.parallel.model_copy(update={"tp": tp, "cp": cp})
+    return config.model_copy(update={"parallel": parallel}), notes
+
+
+def sharing(config: TrainConfig) -> tuple[int, int]:
+    """(tp, cp) of settings in which both are numbers."""
+    tp, cp = fixed(config.parallel.tp), fixed(config.parallel.cp)
+    assert tp is not None
+    assert cp is not None
+    return tp, cp
+
+
+def _plan(package: Package, config: TrainConfig, world: int) -> "Plan":
+    from dayzero.runtime.plan import make_plan
+
+    return make_plan(
+        package.spec,
+        devices=world,
+        hbm_gib=device_gib(),
+        mode=config.train.mode,
+        tokens_per_device=config.data.tokens_per_rank,
+        lora_rank=config.lora.rank,
+        precision=config.train.precision,
+        optimizer=config.optimizer,
+        asynchronous=config.checkpoint.asynchronous,
+        train_indexers=config.train.indexer_loss != "none",
+        tp=fixed(config.parallel.tp),
+        cp=fixed(config.parallel.cp),
+    )
+
+
 def _layout(package: Package, config: TrainConfig, world: int) -> Layout:
     replicate, ep = config.parallel.dp_replicate, config.parallel.ep
-    together = config.parallel.tp * config.parallel.cp
+    tp, cp = sharing(config)
+    together = tp * cp
     if world % together:
         raise InputError(
-            "parallel.tp",
-            found=f"{config.parallel.tp}, with cp {config.parallel.cp}",
-            expected=f"a product that divides the {world} ranks",
+            "parallel.tp", found=f"{tp}, with cp {cp}", expected=f"a product that divides the {world} ranks"
         )
     if ep == "auto":
-        from dayzero.runtime.plan import make_plan
-
-        plan = make_plan(
-            package.spec,
-            devices=world,
-            hbm_gib=device_gib(),
-            mode=config.train.mode,
-            tokens_per_device=config.data.tokens_per_rank,
-            lora_rank=config.lora.rank,
-            precision=config.train.precision,
-            optimizer=config.optimizer,
-            asynchronous=config.checkpoint.asynchronous,
-            train_indexers=config.train.indexer_loss != "none",
-            tp=config.parallel.tp,
-            cp=config.parallel.cp,
-        )
+        plan = _plan(package, config, world)
         ep = plan.mesh.ep
         replicate = plan.mesh.dp_replicate if replicate == "auto" else replicate
     replicate = 1 if replicate == "auto" else replicate
-    batches, tp, cp = world // together, config.parallel.tp, config.parallel.cp
+    batches = world // together
     if batches % replicate:
         what = f"{batches} batches at a time" if together > 1 else f"{world} ranks"
         raise InputError("parallel.dp_replicate", found=str(replicate), expected=f"a divisor of the {what}")
@@ -253,7 +283,7 @@ def _layout(package: Package, config: TrainConfig, world: int) -> Layout:
 
 def _check_shared_batches(model: CausalLM, config: TrainConfig) -> None:
     """Raises InputError for what cannot be dealt out to the ranks that share a batch."""
-    tp, cp = config.parallel.tp, config.parallel.cp
+    tp, cp = sharing(config)
     if tp > 1:
         check_tensor_parallel(model, tp)
     if cp > 1:

@@ -1,40 +1,22 @@
 """How a model is trained on given devices: the mesh, what is recomputed, and the memory that it takes, line by line."""
 
-import itertools
 import math
-from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import replace
 from pathlib import Path
 from typing import Literal
 
 import yaml
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from rich.console import Console
 
 from dayzero.runtime import config, plan_table
-from dayzero.runtime.context_parallel import check_context_parallel
 from dayzero.runtime.errors import InputError
-from dayzero.runtime.memory import (
-    GIB,
-    Mesh,
-    Mode,
-    Model,
-    batch_memory,
-    communication,
-    host_memory,
-    measure,
-    state_memory,
-)
+from dayzero.runtime.memory import GIB, Mesh, Mode, host_memory, measure
 from dayzero.runtime.moments import Kept
-from dayzero.runtime.parallel import divisors
+from dayzero.runtime.plan_search import Candidate, Question, search
 from dayzero.runtime.precision import Precision
 from dayzero.runtime.spec import ModelSpec
 
-ACROSS = 8  # a byte from another node costs as much as this many from the own one
-RESERVED = 3 * GIB // 2  # device context, communication library
-FRAGMENTATION = 0.1  # of all other lines: the allocator's losses, workspaces of kernels
-LOSS_CHUNKS = (None, 2048, 512)
-SMALL_CHUNK = 2048  # where the device's memory is not known
 LISTED = 12
 
 
@@ -69,6 +51,7 @@ class Plan(Record):
     communication_bytes: received in a step by rank 0, by kind. weighted_bytes: their sum, those from other nodes
     counted ACROSS times; the plan minimises it among what fits. advice: what would fit, where nothing does.
     hbm_bytes: None where the device is not known; then nothing is replicated and all is recomputed.
+    tokens_per_device: of a batch, which all ranks of tp and cp share. refused: why ranks could not share one otherwise.
     """
 
     model: str
@@ -95,15 +78,20 @@ class Plan(Record):
     weighted_bytes: int
     alternatives: list[Alternative]
     advice: list[str]
+    refused: list[str] = Field(default=[], exclude_if=lambda refused: not refused)
 
     def render(self, console: Console) -> None:
         """Prints the layout, the memory of a rank, what a step moves, and the alternatives, in 80 columns."""
+        together = self.mesh.tp * self.mesh.cp
         head = [
-            f"{self.model}: {self.mode}, {self.precision}, {self.tokens_per_device} tokens a device",
+            f"{self.model}: {self.mode}, {self.precision}, {self.tokens_per_device} tokens a "
+            f"{'batch' if together > 1 else 'device'}",
             f"{self.devices} devices, {self.devices_per_node} a node: {self.mesh}",
             "layers are computed again in backward" if self.recompute else "all activations are kept",
             f"the loss takes {self.loss_chunk or 'all'} tokens at a time",
         ]
+        if together > 1:
+            head.insert(2, f"a batch does not fit into one device: {together} share it")
         if self.lora_targets:
             head.append(f"adapters of rank {self.lora_rank} on {', '.join(self.lora_targets)}")
         where = "in host memory" if self.offload else "on the device"
@@ -117,30 +105,7 @@ class Plan(Record):
         if self.alternatives:
             rows = [(str(other.mesh), other.total_bytes, other.reason) for other in self.alternatives]
             tables.append(plan_table.alternatives(rows))
-        plan_table.show(console, head, tables, self.advice)
-
-
-@dataclass(frozen=True)
-class Candidate:
-    mesh: Mesh
-    recompute: bool
-    loss_chunk: int | None
-    lines: dict[str, int]
-    received: dict[str, int]
-    weighted: int
-
-    @property
-    def total(self) -> int:
-        return sum(self.lines.values())
-
-    def fits(self, hbm: int | None) -> bool:
-        return hbm is None or self.total <= hbm
-
-    @property
-    def cost(self) -> tuple:
-        """Fewest bytes first; then no recompute, then the larger chunk of the loss, then the smaller mesh sizes."""
-        chunk = -(self.loss_chunk or 1 << 62)
-        return self.weighted, self.recompute, chunk, self.mesh.dp_replicate, self.mesh.ep
+        plan_table.show(console, head, tables, [*(f"{reason}." for reason in self.refused), *self.advice])
 
 
 def make_plan(
@@ -156,32 +121,29 @@ def make_plan(
     optimizer: config.Optimizer | None = None,
     asynchronous: bool = True,
     train_indexers: bool = False,
-    tp: int = 1,
-    cp: int = 1,
+    tp: int | None = None,
+    cp: int | None = None,
 ) -> Plan:
     """The layout that moves the fewest bytes among those that fit into `hbm_gib` GiB a device.
 
     Searches ep over the common divisors of devices and experts, dp_replicate over the divisors of devices, recompute
-    on and off, and chunks of the loss. If nothing fits: the layout that needs least, with fits=False and advice.
-    asynchronous: checkpoints are written from a copy in host memory. train_indexers: by the loss of their own.
-    tp, cp: ranks that share a batch; these are not searched, and `tokens_per_device` is then a batch of them together.
-    Raises InputError for fewer than one device or token, or a model without anything to adapt.
+    on and off, and chunks of the loss. Where nothing fits, more and more ranks share a batch of `tokens_per_device`
+    tokens, over tp and cp, unless these are given. If still nothing fits: the layout that needs least, with fits=False
+    and advice. asynchronous: checkpoints are written from a copy in host memory. train_indexers: by the loss of their
+    own, for which tp is 1.
+    Raises InputError for fewer than one device or token, a model without anything to adapt, or tp and cp that do not
+    fit it.
     """
     sizes = {"devices": devices, "tokens_per_device": tokens_per_device, "devices_per_node": devices_per_node}
     for name, value in sizes.items():
         if value < 1:
             raise InputError(name, found=str(value), expected="1 or more")
-    if devices % (tp * cp):
-        raise InputError(
-            "parallel.tp", found=f"{tp}, with cp {cp}", expected=f"a product that divides the {devices} devices"
-        )
     optimizer = optimizer or config.Optimizer()
-    model = measure(spec, mode, precision, lora_rank, optimizer, asynchronous, train_indexers, tp)
-    if cp > 1:
-        check_context_parallel(model.built, cp)
+    model = measure(spec, mode, precision, lora_rank, optimizer, asynchronous, train_indexers)
     hbm = None if hbm_gib is None else int(hbm_gib * GIB)
-    shared = (tp, cp)
-    candidates = list(_candidates(model, devices, tokens_per_device, devices_per_node, hbm is not None, shared))
+    tp = 1 if train_indexers and tp is None else tp
+    question = Question(model, devices, tokens_per_device, devices_per_node, hbm, tp, cp)
+    candidates = search(question)
     fitting = [candidate for candidate in candidates if candidate.fits(hbm)]
     best = min(fitting, key=lambda c: c.cost) if fitting else min(candidates, key=lambda c: c.total)
     return Plan(
@@ -199,7 +161,7 @@ def make_plan(
         optimizer=optimizer.name,
         states=optimizer.states,
         offload=optimizer.offload,
-        host_bytes=host_memory(model, best.mesh),
+        host_bytes=host_memory(question.with_tp(best.mesh.tp), best.mesh),
         units=[
             PlannedUnit(
                 name=unit.name,
@@ -216,7 +178,8 @@ def make_plan(
         communication_bytes=best.received,
         weighted_bytes=best.weighted,
         alternatives=_alternatives(candidates, best, hbm),
-        advice=[] if fitting or hbm is None else _advice(model, mode, best, tokens_per_device, hbm, devices_per_node),
+        advice=[] if fitting or hbm is None else _advice(question, mode, best, hbm),
+        refused=question.refused,
     )
 
 
@@ -235,33 +198,6 @@ def read_plan(file: Path) -> Plan:
         first = error.errors()[0]
         field = ".".join(map(str, first["loc"]))
         raise InputError(f"{file}: {field}", found=str(first["input"])[:80], expected=first["msg"]) from None
-
-
-def _candidates(
-    model: Model, devices: int, tokens: int, per_node: int, known: bool, shared: tuple[int, int]
-) -> Iterator[Candidate]:
-    """known: whether the device's memory is. Otherwise the choices that need least of it are made beforehand. shared:
-    tp and cp."""
-    tp, cp = shared
-    batches = devices // (tp * cp)
-    counts = {moe.experts.experts for kind in model.kinds for moe in kind.moes}
-    choices = list(itertools.product((False, True), LOSS_CHUNKS)) if known else [(True, SMALL_CHUNK)]
-    for ep in divisors(devices):
-        if ep > 1 and (not counts or any(count % ep for count in counts)):
-            continue
-        batch = {choice: batch_memory(model, ep, tokens, *choice, tp, cp) for choice in choices}
-        for replicate in divisors(batches) if known else [1]:
-            sizes = {"dp_replicate": replicate, "dp_shard": batches // replicate, "ep": ep, "efsdp": devices // ep}
-            mesh = Mesh(**sizes, tp=tp, cp=cp)
-            state = state_memory(model, mesh)
-            for recompute, group in itertools.groupby(choices, key=lambda choice: choice[0]):
-                moved = communication(model, mesh, tokens, recompute, per_node)
-                received = {kind: sum(parts.values()) for kind, parts in moved.items()}
-                weighted = sum(parts["inside"] + ACROSS * parts["across"] for parts in moved.values())
-                for choice in group:
-                    lines = state | batch[choice]
-                    lines["headroom"] = RESERVED + int(FRAGMENTATION * sum(lines.values()))
-                    yield Candidate(mesh, *choice, lines, received, weighted)
 
 
 def _alternatives(candidates: list[Candidate], best: Candidate, hbm: int | None) -> list[Alternative]:
@@ -302,13 +238,13 @@ def _reason(candidate: Candidate, best: Candidate, hbm: int | None) -> str:
     return "as good; the smaller mesh sizes were taken"
 
 
-def _advice(model: Model, mode: Mode, best: Candidate, tokens: int, hbm: int, per_node: int) -> list[str]:
+def _advice(question: Question, mode: Mode, best: Candidate, hbm: int) -> list[str]:
     """What would fit: more devices, fewer tokens, adapters instead of all parameters."""
+    devices, tokens = question.devices, question.tokens
 
     def anything_fits(devices: int, tokens: int) -> bool:
-        return any(candidate.fits(hbm) for candidate in _candidates(model, devices, tokens, per_node, True, shared))
+        return any(candidate.fits(hbm) for candidate in search(replace(question, devices=devices, tokens=tokens)))
 
-    devices, shared = best.mesh.devices, (best.mesh.tp, best.mesh.cp)
     advice = [f"The least that was found needs {best.total / GIB:.1f} GiB a device, of {hbm / GIB:.1f}."]
     fewer = next((tokens // 2**i for i in range(1, 7) if tokens >> i and anything_fits(devices, tokens // 2**i)), None)
     if fewer:

@@ -16,11 +16,12 @@ from rich.console import Console
 from routed import routed
 
 from dayzero.runtime.activations import measure_layers
+from dayzero.runtime.communication import communication
 from dayzero.runtime.config import Group, Optimizer
 from dayzero.runtime.dry_pass import layer_bytes
 from dayzero.runtime.errors import InputError
 from dayzero.runtime.lora import apply_lora
-from dayzero.runtime.memory import GIB, Mesh, communication, host_memory, measure, memory, state_memory
+from dayzero.runtime.memory import GIB, Mesh, host_memory, measure, memory, state_memory
 from dayzero.runtime.nn.causal_lm import initialise
 from dayzero.runtime.plan import make_plan, read_plan, write_plan
 from dayzero.runtime.spec import BlockSpec, CheckpointId, LayerKind, LayerRun, ModelSpec
@@ -330,3 +331,62 @@ def test_tp_and_cp_that_do_not_fit_are_refused(large):
         make_plan(large, devices=6, mode="lora", tokens_per_device=64, tp=3)
     with pytest.raises(InputError, match=r"tp\n.*4, with cp 4\n.*divides the 8 devices"):
         make_plan(large, devices=8, mode="lora", tokens_per_device=64, tp=4, cp=4)
+
+
+LONG = {"devices": 64, "hbm_gib": 80, "mode": "lora", "tokens_per_device": 65536}
+
+
+def test_as_few_ranks_as_will_do_share_a_batch_that_fits_into_none(large):
+    plan = make_plan(large, **LONG)
+    assert plan.fits
+    assert (plan.mesh.tp, plan.mesh.cp, plan.mesh.dp_replicate * plan.mesh.dp_shard) == (2, 2, 16)
+    assert not any(make_plan(large, **LONG, tp=tp, cp=cp).fits for tp, cp in ((1, 1), (1, 2), (2, 1)))
+    assert {other.mesh.tp * other.mesh.cp for other in plan.alternatives if other.total_bytes <= plan.hbm_bytes} == {4}
+    assert plan.refused == []
+    console = Console(file=io.StringIO(), width=120)
+    plan.render(console)
+    assert "65536 tokens a batch\n" in console.file.getvalue()
+    assert "tp 2, cp 2, ep 8" in console.file.getvalue()
+    assert "a batch does not fit into one device: 4 share it" in console.file.getvalue()
+
+
+def test_one_of_both_can_be_fixed(large):
+    for fixed, other in (("tp", "cp"), ("cp", "tp")):
+        mesh = make_plan(large, **LONG, **{fixed: 1}).mesh
+        assert (getattr(mesh, fixed), getattr(mesh, other)) == (1, 4)
+
+
+def test_what_fits_alone_is_not_shared(large):
+    plan = make_plan(large, **{**LONG, "tokens_per_device": 4096})
+    assert {(mesh.tp, mesh.cp) for mesh in (plan.mesh, *(other.mesh for other in plan.alternatives))} == {(1, 1)}
+    without = make_plan(large, **{**LONG, "hbm_gib": None})
+    assert (without.mesh.tp, without.mesh.cp) == (1, 1)
+
+
+def test_blocks_without_a_form_for_cp_leave_it_to_tp(tmp_path):
+    odd = odd_specs.read("mistral_large4")
+    wanted = {"devices": 4, "mode": "lora", "tokens_per_device": 1 << 21}
+    least = make_plan(odd, **wanted, hbm_gib=1.6, tp=1, cp=1)
+    assert not least.fits
+    plan = make_plan(odd, **wanted, hbm_gib=0.8 * least.total_bytes / GIB)
+    assert plan.fits
+    assert (plan.mesh.tp, plan.mesh.cp) == (2, 1)
+    (reason,) = plan.refused
+    assert reason.startswith("cp has to be 1: LatentAttention of layers.0.mixer has no form")
+    write_plan(plan, tmp_path / "plan.yaml")
+    assert read_plan(tmp_path / "plan.yaml") == plan
+    console = Console(file=io.StringIO(), width=80)
+    plan.render(console)
+    assert "cp has to be 1: LatentAttention" in console.file.getvalue()
+
+
+def test_heads_that_cannot_be_dealt_out_leave_it_to_cp(large):
+    arguments = {"hidden": 7168, "heads": 63, "kv_heads": 63, "head_dim": 128, "scale": 0.1}
+    mixer = block("GroupedQueryAttention", **arguments)
+    norm = large.norm
+    kinds = [LayerKind.pre_norm(norm, mixer, norm, kind.blocks["ffn"]) for kind in large.layer_kinds]
+    fields = {name: getattr(large, name) for name in ModelSpec.model_fields}
+    plan = make_plan(ModelSpec(**fields | {"layer_kinds": kinds}), **LONG)
+    assert plan.fits
+    assert (plan.mesh.tp, plan.mesh.cp) == (1, 4)
+    assert plan.refused == ["tp has to be a divisor of the 63 heads of layers.0.mixer (GroupedQueryAttention)"]

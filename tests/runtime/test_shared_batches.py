@@ -128,3 +128,29 @@ def test_what_does_not_fit_is_refused(settings, says, tiny_run, tmp_path):
             world=4,
             overrides=[*tiny_run.settings, "parallel.ep=1", *settings],
         )
+
+
+def test_ranks_share_a_batch_by_themselves_only_where_it_does_not_fit(tmp_path, tiny_run, monkeypatch):
+    def shared(*settings):
+        job = prepare(
+            tiny_run.package,
+            data=tiny_run.data,
+            eval_data=None,
+            run=tmp_path / "run",
+            world=4,
+            overrides=[*tiny_run.settings, "data.tokens_per_rank=4000000", *settings],
+            write=False,
+        )
+        assert (job.config.parallel.tp, job.config.parallel.cp) == (job.layout.tp, job.layout.cp)
+        assert job.layout.world == 4
+        noted = [note for note in job.notes if "does not fit into a device" in note]
+        return job.layout.tp, job.layout.cp, len(noted)
+
+    assert shared() == (1, 1, 0)  # a CPU, whose memory nobody asks for
+    monkeypatch.setattr("dayzero.runtime.job.device_gib", lambda: 80.0)
+    assert shared() == (1, 1, 0)
+    monkeypatch.setattr("dayzero.runtime.job.device_gib", lambda: 10.0)
+    tp, cp, noted = shared()
+    assert tp * cp > 1
+    assert noted == 1
+    assert shared("parallel.tp=1", "parallel.cp=1") == (1, 1, 0)
