@@ -1,7 +1,7 @@
 """What routers choose, seen and replaced: every `topk` that a model calls, whatever code calls it."""
 
 from collections.abc import Callable, Collection
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
@@ -11,7 +11,7 @@ from torch.overrides import TorchFunctionMode
 class _TopK(TorchFunctionMode):
     """Sees every `topk` and the innermost module that calls it (None outside of all)."""
 
-    def __enter__(self) -> "_TopK":
+    def __enter__(self) -> Self:
         self._running: list[nn.Module] = []
         hooks = nn.modules.module
         self._hooks = (
