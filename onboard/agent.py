@@ -19,23 +19,23 @@ from typing import Any, TypedDict
 import torch
 from pydantic import BaseModel
 
-from dayzero.onboard import remote_code
 from dayzero.onboard.align import Alignment, Rung, blocks_rung, coverage_rung, model_rung
 from dayzero.onboard.align.ladder import THRESHOLDS, judge
 from dayzero.onboard.align.model import CannotLoad, real_weights_error
 from dayzero.onboard.checkpoint import Checkpoint, read_checkpoint
 from dayzero.onboard.claims import Claim
-from dayzero.onboard.classify import Ledger, classify, settle
 from dayzero.onboard.config_fields import ConfigView
 from dayzero.onboard.generate import VERSION, model_files, render_package
+from dayzero.onboard.inspect.classify import Ledger, classify, settle
+from dayzero.onboard.inspect.ledger import Finding, finding
+from dayzero.onboard.inspect.unread_layouts import place_and_reason, unread_layouts
 from dayzero.onboard.install import install, read_decisions, write_files
-from dayzero.onboard.ledger import Finding, finding
-from dayzero.onboard.proven import NotProven, Unproven
-from dayzero.onboard.reference import UnknownArchitecture, load_config, model_class
-from dayzero.onboard.report import Findings
+from dayzero.onboard.oracle import remote_code
+from dayzero.onboard.oracle.reference import UnknownArchitecture, load_config, model_class
+from dayzero.onboard.prove.proven import NotProven, Unproven
+from dayzero.onboard.report.report import Findings
+from dayzero.onboard.rules.unmapped import fates
 from dayzero.onboard.specify import Specification, specify
-from dayzero.onboard.unmapped import fates
-from dayzero.onboard.unread_layouts import place_and_reason, unread_layouts
 from dayzero.runtime.config import TrainConfig
 from dayzero.runtime.errors import InputError
 from dayzero.runtime.package import Package, load_package

@@ -112,7 +112,7 @@ def _run(
     refuse_foreign(request.target)
     events = execute(request)
     if _confined(request.read(), trust, unsafe):
-        from dayzero.onboard.confined import execute_confined
+        from dayzero.onboard.oracle.confined import execute_confined
 
         events = execute_confined(request, unsafe)
     outcome = show(events, Console(stderr=True))
@@ -136,8 +136,8 @@ def _run(
 
 def _confined(checkpoint: Any, trust: bool, unsafe: bool) -> bool:
     """Whether the checkpoint's own code is the reference, and so is to run in a sandbox."""
-    from dayzero.onboard import sandbox
-    from dayzero.onboard.remote_code import remote_code
+    from dayzero.onboard.oracle import sandbox
+    from dayzero.onboard.oracle.remote_code import remote_code
 
     if unsafe and not trust:
         raise InputError("--unsafe-no-sandbox", expected="--trust-remote-code with it: without code there is no danger")
@@ -159,7 +159,7 @@ def inspect(
 
     Ends with 1 where a tensor's role or the meaning of a config field is unknown.
     """
-    from dayzero.onboard.inspect_command import inspect_checkpoint
+    from dayzero.onboard.inspect.command import inspect_checkpoint
 
     result = inspect_checkpoint(checkpoint, None if as_json else Console(), tensor, diff, html)
     _last_line(as_json, result)
@@ -210,7 +210,7 @@ def _spec_of(source: Path, trust: bool, unsafe: bool) -> Any:
     """The specification of a package, or of a checkpoint, proven now."""
     from dayzero.onboard.agent import specify_checkpoint
     from dayzero.onboard.checkpoint import read_checkpoint
-    from dayzero.onboard.proven import NotProven
+    from dayzero.onboard.prove.proven import NotProven
 
     if (source / "spec.json").is_file():
         from dayzero.runtime.package import load_package
@@ -219,7 +219,7 @@ def _spec_of(source: Path, trust: bool, unsafe: bool) -> Any:
     checkpoint, name = read_checkpoint(source), package_name(source, None)
     try:
         if _confined(checkpoint, trust, unsafe):
-            from dayzero.onboard.confined import specify_confined
+            from dayzero.onboard.oracle.confined import specify_confined
 
             return specify_confined(source, name, lambda line: None, unsafe)
         return specify_checkpoint(checkpoint, name, {}, lambda line: None)[0].spec
@@ -246,7 +246,7 @@ def align(
 
     source = checkpoint or package / "checkpoint"
     if trust and source.is_dir() and _confined(read_checkpoint(source), trust, unsafe):
-        from dayzero.onboard.confined import align_confined
+        from dayzero.onboard.oracle.confined import align_confined
 
         alignment, tried = align_confined(package, source, tell, unsafe)
         _explain(tried, explain)

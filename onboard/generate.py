@@ -20,10 +20,10 @@ import yaml
 
 import dayzero.templates
 from dayzero.onboard.align import Alignment
-from dayzero.onboard.classify import Ledger
+from dayzero.onboard.inspect.classify import Ledger
+from dayzero.onboard.inspect.tensor_names import ranges
 from dayzero.onboard.operators import OperatorCalls, operator_calls
-from dayzero.onboard.report import Findings, render_html, render_markdown
-from dayzero.onboard.tensor_names import ranges
+from dayzero.onboard.report.report import Findings, render_html, render_markdown
 from dayzero.runtime import nn
 from dayzero.runtime.config import TrainConfig, render_yaml
 from dayzero.runtime.plan import Plan

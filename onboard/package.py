@@ -9,11 +9,11 @@ from pydantic import ValidationError
 from dayzero.onboard.agent import climb, read_lock, specify_checkpoint
 from dayzero.onboard.align import Alignment
 from dayzero.onboard.checkpoint import read_checkpoint
-from dayzero.onboard.classify import Ledger
 from dayzero.onboard.generate import LOCK, VERSION, render_package, templates_sha256
+from dayzero.onboard.inspect.classify import Ledger
 from dayzero.onboard.install import LINK, compare, install, read_decisions
-from dayzero.onboard.proven import NotProven
-from dayzero.onboard.report import Findings
+from dayzero.onboard.prove.proven import NotProven
+from dayzero.onboard.report.report import Findings
 from dayzero.onboard.specify import Tried
 from dayzero.runtime.config import load_config
 from dayzero.runtime.errors import InputError

@@ -15,19 +15,10 @@ from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from dayzero.onboard.candidates import Candidate
-from dayzero.onboard.canonical_config import set_by
 from dayzero.onboard.claims import Claim, check_claims, check_idle
 from dayzero.onboard.composition import encoder_follows, load_reference, specification_of
 from dayzero.onboard.config_fields import IRRELEVANT, RENAMED
-from dayzero.onboard.cuts import cut_as_stored
-from dayzero.onboard.encoder import ENCODER, by_stack
-from dayzero.onboard.interventions import Intervention, intervene
-from dayzero.onboard.on_disk import quantised_rules, with_prefix, with_shared, with_stored_copies
-from dayzero.onboard.prove import TOLERANCE, Attempt, relative_error
-from dayzero.onboard.prove_model import prove_model
-from dayzero.onboard.proven import NotProven, Proven, Unproven
-from dayzero.onboard.real_sizes import sizes_between
-from dayzero.onboard.reference import (
+from dayzero.onboard.oracle.reference import (
     UnknownArchitecture,
     build,
     on_disk,
@@ -38,12 +29,21 @@ from dayzero.onboard.reference import (
     text_model,
     text_prefix,
 )
-from dayzero.onboard.rules import LeftOver, NoRule, find_rules, full_rules, layer_templates
-from dayzero.onboard.settle import numberless
-from dayzero.onboard.shared_rules import as_own, as_shared, of_uses, own_shapes, rules_of_uses
-from dayzero.onboard.sharing import shared_sets
-from dayzero.onboard.shrink import SEQUENCE, NoSmallSizes, shrink_model
-from dayzero.onboard.unmapped import Unmapped, unmapped, unmapped_rules
+from dayzero.onboard.prove.block import TOLERANCE, Attempt, relative_error
+from dayzero.onboard.prove.interventions import Intervention, intervene
+from dayzero.onboard.prove.model import prove_model
+from dayzero.onboard.prove.proven import NotProven, Proven, Unproven
+from dayzero.onboard.rules.cuts import cut_as_stored
+from dayzero.onboard.rules.on_disk import quantised_rules, with_prefix, with_shared, with_stored_copies
+from dayzero.onboard.rules.real_sizes import sizes_between
+from dayzero.onboard.rules.search import LeftOver, NoRule, find_rules, full_rules, layer_templates
+from dayzero.onboard.rules.settle import numberless
+from dayzero.onboard.rules.shared import as_own, as_shared, of_uses, own_shapes, rules_of_uses
+from dayzero.onboard.rules.unmapped import Unmapped, unmapped, unmapped_rules
+from dayzero.onboard.shrink.canonical_config import set_by
+from dayzero.onboard.shrink.shrink import SEQUENCE, NoSmallSizes, shrink_model
+from dayzero.onboard.structure.encoder import ENCODER, by_stack
+from dayzero.onboard.structure.sharing import shared_sets
 from dayzero.runtime.errors import InputError
 from dayzero.runtime.packed import Header, quantised_groups
 from dayzero.runtime.spec import CheckpointId, ModelSpec, Record, RuleSpec, SourceSpec

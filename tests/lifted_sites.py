@@ -9,10 +9,10 @@ import torch
 from torch import nn
 from zoo import families
 
-from dayzero.onboard import reference
-from dayzero.onboard.calls import record_calls
 from dayzero.onboard.candidates.evidence import Site, site_of
-from dayzero.onboard.lifting import prove_lifted
+from dayzero.onboard.lift.lifting import prove_lifted
+from dayzero.onboard.oracle import reference
+from dayzero.onboard.oracle.calls import record_calls
 
 _KEPT: list[nn.Module] = []  # a module alone does not keep its model, whose other layers are looked at too
 

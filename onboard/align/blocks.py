@@ -17,15 +17,15 @@ from torch import Tensor, nn
 from dayzero.onboard.align.divergence import Seen, joins, layer_path, path_of, stands_for, watched
 from dayzero.onboard.align.ladder import THRESHOLDS, Rung, judge
 from dayzero.onboard.align.loading import NotLoaded, loaded_pair
-from dayzero.onboard.calls import Call, record_calls
 from dayzero.onboard.candidates.evidence import Candidate, Site, site_of
-from dayzero.onboard.chains import chain_at
-from dayzero.onboard.expressions import NoRule, StoredValues, express
-from dayzero.onboard.handed import tables_in
-from dayzero.onboard.prove import TOLERANCE, Attempt, attempt, relative_error
-from dayzero.onboard.reference import state_of, text_config
-from dayzero.onboard.shrink import SEQUENCE
-from dayzero.onboard.stream_wiring import as_streams
+from dayzero.onboard.oracle.calls import Call, record_calls
+from dayzero.onboard.oracle.reference import state_of, text_config
+from dayzero.onboard.prove.block import TOLERANCE, Attempt, attempt, relative_error
+from dayzero.onboard.rules.expressions import NoRule, StoredValues, express
+from dayzero.onboard.shrink.shrink import SEQUENCE
+from dayzero.onboard.structure.chains import chain_at
+from dayzero.onboard.structure.handed import tables_in
+from dayzero.onboard.structure.stream_wiring import as_streams
 from dayzero.runtime.nn import Context
 from dayzero.runtime.nn.handed_routing import LeaveRouting
 from dayzero.runtime.nn.router import Routing

@@ -8,7 +8,7 @@ from torch import Tensor
 from dayzero.onboard.align.ladder import THRESHOLDS, Rung, judge
 from dayzero.onboard.align.tables import table_errors
 from dayzero.onboard.checkpoint import Checkpoint
-from dayzero.onboard.classify import Ledger
+from dayzero.onboard.inspect.classify import Ledger
 from dayzero.runtime.content_hash import content_hash, hashed_dtype, hex_of
 from dayzero.runtime.safetensors_reader import SafetensorsReader, torch_dtype
 from dayzero.runtime.spec import ModelSpec, RuleSpec

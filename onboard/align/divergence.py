@@ -15,9 +15,9 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from dayzero.onboard.align.ladder import THRESHOLDS
 from dayzero.onboard.align.loading import NotLoaded, loaded_pair
-from dayzero.onboard.calls import Call, floats, record_calls
-from dayzero.onboard.prove import relative_error
-from dayzero.onboard.shrink import SEQUENCE
+from dayzero.onboard.oracle.calls import Call, floats, record_calls
+from dayzero.onboard.prove.block import relative_error
+from dayzero.onboard.shrink.shrink import SEQUENCE
 from dayzero.runtime.package import Package
 from dayzero.runtime.spec import BlockSpec
 

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from dayzero.onboard.reference import build, on_disk, redraw
+from dayzero.onboard.oracle.reference import build, on_disk, redraw
 from dayzero.runtime.errors import InputError
 from dayzero.runtime.package import Package
 from dayzero.runtime.safetensors_reader import TensorsReader

@@ -19,13 +19,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from dayzero.onboard import remote_code
 from dayzero.onboard.align.divergence import first_divergence
 from dayzero.onboard.align.ladder import THRESHOLDS, Rung, judge
 from dayzero.onboard.align.loading import NotLoaded, load
 from dayzero.onboard.checkpoint import Checkpoint
-from dayzero.onboard.prove import relative_error
-from dayzero.onboard.reference import (
+from dayzero.onboard.oracle import remote_code
+from dayzero.onboard.oracle.reference import (
     Promote,
     build,
     inputs,
@@ -35,8 +34,9 @@ from dayzero.onboard.reference import (
     quiet,
     redraw,
 )
-from dayzero.onboard.shrink import SEQUENCE
-from dayzero.onboard.top_k import ForceTopK, steady_choices
+from dayzero.onboard.oracle.top_k import ForceTopK, steady_choices
+from dayzero.onboard.prove.block import relative_error
+from dayzero.onboard.shrink.shrink import SEQUENCE
 from dayzero.runtime.nn import GroupLimit
 from dayzero.runtime.package import Package
 from dayzero.runtime.safetensors_reader import SafetensorsReader, TensorsReader

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from dayzero.onboard.constructed import built_again
-from dayzero.onboard.reference import build
+from dayzero.onboard.oracle.constructed import built_again
+from dayzero.onboard.oracle.reference import build
 from dayzero.runtime.spec import RuleSpec
 from dayzero.runtime.weights import BoundRule, bind
 from dayzero.runtime.weights.node import Reader, Shapes

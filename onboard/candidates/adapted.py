@@ -11,10 +11,10 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from dayzero.onboard.calls import Call, same
 from dayzero.onboard.candidates.evidence import Candidate, Evidence, Site, literal
 from dayzero.onboard.candidates.feed_forward import linear_calls
-from dayzero.onboard.uses import list_around, members
+from dayzero.onboard.oracle.calls import Call, same
+from dayzero.onboard.structure.uses import list_around, members
 from dayzero.runtime.weights import Source, Stored
 
 

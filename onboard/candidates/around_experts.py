@@ -6,13 +6,13 @@ from typing import Any
 
 from torch import nn
 
-from dayzero.onboard.calls import Call, same
 from dayzero.onboard.candidates.evidence import Candidate, Evidence, literal, present, size
 from dayzero.onboard.candidates.expert_banks import banks
 from dayzero.onboard.candidates.experts import propose_experts
 from dayzero.onboard.candidates.gates import gate_arguments
 from dayzero.onboard.candidates.moe_parts import Parts, close, same_stream
 from dayzero.onboard.candidates.nesting import Inner
+from dayzero.onboard.oracle.calls import Call, same
 from dayzero.runtime.block_spec import BlockSpec
 from dayzero.runtime.nn.gated_activation import gated
 from dayzero.runtime.weights import Concat, Flatten, Source, Stored, Transpose

@@ -13,7 +13,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from dayzero.onboard.calls import Call, same
 from dayzero.onboard.candidates.attention_pieces import Norm, Piece, Road, distinct_norms
 from dayzero.onboard.candidates.attention_scores import ScoresSolver
 from dayzero.onboard.candidates.equality import CLOSE, close, distinct_heads, multiple
@@ -21,7 +20,8 @@ from dayzero.onboard.candidates.evidence import Candidate, Evidence, Site, liter
 from dayzero.onboard.candidates.feed_forward import linear_calls
 from dayzero.onboard.candidates.softmax import SoftmaxSeen, watch
 from dayzero.onboard.candidates.where_held import any_number, as_float, constant, divided, held, named, rank
-from dayzero.onboard.left import handed_heads
+from dayzero.onboard.oracle.calls import Call, same
+from dayzero.onboard.structure.left import handed_heads
 from dayzero.runtime.nn.attention import GATES
 from dayzero.runtime.nn.rotary import rotate
 from dayzero.runtime.weights import Source, Squeeze, Stored

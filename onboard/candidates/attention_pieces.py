@@ -6,8 +6,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from dayzero.onboard.calls import Call
 from dayzero.onboard.candidates.evidence import Evidence, Site, below, literal
+from dayzero.onboard.oracle.calls import Call
 from dayzero.runtime.weights import Part, Source, Stored
 
 

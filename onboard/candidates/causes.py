@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from dayzero.onboard.candidates.evidence import Evidence, Site, attribute, config_field, literal
-from dayzero.onboard.trace import Operations, trace
+from dayzero.onboard.prove.trace import Operations, trace
 
 Switch = tuple[Evidence, Tensor, Operations]
 

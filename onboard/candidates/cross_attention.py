@@ -1,11 +1,11 @@
 """Candidates for a decoder's attention to what its encoder gives."""
 
-from dayzero.onboard.calls import same
 from dayzero.onboard.candidates.equality import CLOSE, close
 from dayzero.onboard.candidates.evidence import Candidate, Site, literal, present, size
 from dayzero.onboard.candidates.feed_forward import linear_calls
 from dayzero.onboard.candidates.softmax import watch
 from dayzero.onboard.candidates.where_held import any_number, as_float, divided, named
+from dayzero.onboard.oracle.calls import same
 from dayzero.runtime.weights import Stored
 
 

@@ -9,7 +9,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dayzero.onboard.calls import tensors
 from dayzero.onboard.candidates.causes import Switch, causes, named_choice, switches
 from dayzero.onboard.candidates.evidence import Candidate, Evidence, Site, below, literal, size
 from dayzero.onboard.candidates.feed_forward import linear_calls
@@ -24,6 +23,7 @@ from dayzero.onboard.candidates.projections import (
     split_convolutions,
     vector,
 )
+from dayzero.onboard.oracle.calls import tensors
 from dayzero.runtime.nn.activation import activation
 from dayzero.runtime.weights import Source, Stored
 

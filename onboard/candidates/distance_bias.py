@@ -6,13 +6,13 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from dayzero.onboard.calls import same
 from dayzero.onboard.candidates.attention import AttentionSolver
 from dayzero.onboard.candidates.equality import close
 from dayzero.onboard.candidates.evidence import Candidate, Evidence, Site, literal, size
 from dayzero.onboard.candidates.feed_forward import linear_calls
 from dayzero.onboard.candidates.softmax import SoftmaxSeen, watch
 from dayzero.onboard.candidates.where_held import any_number
+from dayzero.onboard.oracle.calls import same
 from dayzero.runtime.nn.distance_bias import BIAS, bucket_of
 from dayzero.runtime.weights import Source, Stored
 

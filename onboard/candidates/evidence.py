@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Any, overload
 import torch
 from torch import Tensor, nn
 
-from dayzero.onboard.calls import Call
-from dayzero.onboard.handed import context_of, made_already
-from dayzero.onboard.trace import Operations, trace
-from dayzero.onboard.uses import use_of
+from dayzero.onboard.oracle.calls import Call
+from dayzero.onboard.prove.trace import Operations, trace
+from dayzero.onboard.structure.handed import context_of, made_already
+from dayzero.onboard.structure.uses import use_of
 from dayzero.runtime.nn import Context
 from dayzero.runtime.nn.lifted import classes_of
 from dayzero.runtime.safetensors_reader import TensorsReader
@@ -19,7 +19,7 @@ from dayzero.runtime.spec import BlockSpec
 from dayzero.runtime.weights import Source, whole
 
 if TYPE_CHECKING:
-    from dayzero.onboard.lift import Lift
+    from dayzero.onboard.lift.closure import Lift
 
 
 @dataclass(frozen=True)
@@ -124,7 +124,7 @@ class Candidate:
         """The block for this very module, parameters uninitialised. Raises ValueError if the values do not make one."""
         if not self.lifts:
             return self.spec(module, config).build()
-        from dayzero.onboard.lift import merge  # parsing source is for those that need it
+        from dayzero.onboard.lift.closure import merge  # parsing source is for those that need it
 
         return self.spec(module, config).build(classes_of(merge(self.lifts)))
 

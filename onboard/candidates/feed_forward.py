@@ -6,10 +6,10 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor, nn
 
-from dayzero.onboard.calls import Call, same
 from dayzero.onboard.candidates.evidence import Candidate, Evidence, Site, literal, present, size
 from dayzero.onboard.candidates.gates import activation_arguments, activations, factors_before, gate_arguments
 from dayzero.onboard.candidates.nesting import Inner
+from dayzero.onboard.oracle.calls import Call, same
 from dayzero.runtime.weights import Deinterleave, Part, Source, Stored
 
 __all__ = ["activations", "linear_calls", "propose_feed_forward"]

@@ -6,7 +6,7 @@ from typing import get_args
 
 from dayzero.onboard.candidates.evidence import Candidate, Evidence, literal
 from dayzero.onboard.candidates.nesting import Inner
-from dayzero.onboard.trace import Operations, Step
+from dayzero.onboard.prove.trace import Operations, Step
 from dayzero.runtime.nn.activation import Activation
 
 _STEP_OF_ACTIVATION = {"silu": "silu", "gelu": "gelu", "gelu_tanh": "gelu", "relu": "relu", "relu2": "relu"}

@@ -5,14 +5,14 @@ from collections.abc import Iterator
 
 from torch import Tensor
 
-from dayzero.onboard.calls import same
 from dayzero.onboard.candidates.attention import AttentionSolver
 from dayzero.onboard.candidates.attention_pieces import Piece
 from dayzero.onboard.candidates.evidence import Candidate, Evidence, Site, literal
 from dayzero.onboard.candidates.feed_forward import linear_calls
 from dayzero.onboard.candidates.softmax import watch
 from dayzero.onboard.candidates.where_held import named
-from dayzero.onboard.left import handed_heads
+from dayzero.onboard.oracle.calls import same
+from dayzero.onboard.structure.left import handed_heads
 from dayzero.runtime.weights import Stored
 
 

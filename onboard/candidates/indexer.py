@@ -8,10 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from dayzero.onboard.calls import Call, same, tensors
 from dayzero.onboard.candidates.evidence import Candidate, Evidence, Site, attribute, literal, size
 from dayzero.onboard.candidates.norm import epsilons
-from dayzero.onboard.handed import handed_tables
+from dayzero.onboard.oracle.calls import Call, same, tensors
+from dayzero.onboard.structure.handed import handed_tables
 from dayzero.runtime.weights import Part, Source, Stored
 
 

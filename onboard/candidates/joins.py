@@ -9,7 +9,7 @@ from dayzero.onboard.candidates.evidence import Candidate, Evidence, Site, liter
 from dayzero.onboard.candidates.factor import explain_factor
 from dayzero.onboard.candidates.nesting import Inner
 from dayzero.onboard.candidates.norm import epsilons
-from dayzero.onboard.reference import state_of
+from dayzero.onboard.oracle.reference import state_of
 from dayzero.runtime.weights import Source, Squeeze, Stored
 
 

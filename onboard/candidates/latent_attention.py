@@ -8,12 +8,12 @@ from typing import Any, get_args
 import torch
 from torch import Tensor, nn
 
-from dayzero.onboard.calls import Call, same, tensors
 from dayzero.onboard.candidates.evidence import Candidate, Evidence, Site, attribute, literal, present, size
 from dayzero.onboard.candidates.indexer import propose_indexers
 from dayzero.onboard.candidates.norm import epsilons
-from dayzero.onboard.handed import handed_tables
-from dayzero.onboard.left import handed_index, handed_latents
+from dayzero.onboard.oracle.calls import Call, same, tensors
+from dayzero.onboard.structure.handed import handed_tables
+from dayzero.onboard.structure.left import handed_index, handed_latents
 from dayzero.runtime.nn.latent_attention import LatentRotary
 from dayzero.runtime.weights import Concat, Part, Source, Stored
 

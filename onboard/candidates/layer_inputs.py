@@ -5,7 +5,7 @@ from torch import nn
 from dayzero.onboard.candidates.evidence import Candidate, Evidence, Site, present, size
 from dayzero.onboard.candidates.gates import activation_arguments
 from dayzero.onboard.candidates.nesting import Inner
-from dayzero.onboard.chains import ChainCall
+from dayzero.onboard.structure.chains import ChainCall
 from dayzero.runtime.nn.layer_inputs import LAYER_INPUT
 from dayzero.runtime.weights import Stored
 

@@ -15,9 +15,9 @@ import torch
 from torch import Tensor, nn
 
 from dayzero.onboard.candidates.evidence import Candidate, Evidence, Site, literal
-from dayzero.onboard.constructed import built_like, constructed_with
-from dayzero.onboard.lift import Lift, LiftError, lift, merge
-from dayzero.onboard.training_modes import undecided
+from dayzero.onboard.lift.closure import Lift, LiftError, lift, merge
+from dayzero.onboard.oracle.constructed import built_like, constructed_with
+from dayzero.onboard.oracle.training_modes import undecided
 from dayzero.runtime.nn.lifted import Lifted, classes_of
 from dayzero.runtime.weights import Stored
 
@@ -577,7 +577,7 @@ def _plain(name: str, value: Any) -> Any:
 def _read_in_a_call(candidate: Candidate, cls: type[nn.Module], site: Site, reads: _Reads) -> None:
     """Calls the copy on the captured input with probes for configs. Raises LiftError where what it reads cannot be
     plain data."""
-    from dayzero.onboard.prove import block_function  # which proposes candidates itself
+    from dayzero.onboard.prove.block import block_function  # which proposes candidates itself
 
     spec = candidate.spec(site.module, site.config)
     classes, arguments = classes_of(merge(candidate.lifts)), constructed_with(site.module) or {}

@@ -9,7 +9,7 @@ from dayzero.onboard.candidates.causes import causes
 from dayzero.onboard.candidates.evidence import Candidate, Evidence, Site, below, literal, size
 from dayzero.onboard.candidates.feed_forward import linear_calls
 from dayzero.onboard.candidates.projections import equal_values, input_projections, shares
-from dayzero.onboard.reference import state_of
+from dayzero.onboard.oracle.reference import state_of
 from dayzero.runtime.weights import Source, Squeeze, Stored
 
 _SIDE_BY_SIDE = (("query", "key", "value"), ("query", "key", "value", "gate"))

@@ -5,11 +5,11 @@ import itertools
 
 import torch
 
-from dayzero.onboard.calls import Call
 from dayzero.onboard.candidates.causes import causes, drivers
 from dayzero.onboard.candidates.evidence import Candidate, Evidence, Site, below, literal, present, size
 from dayzero.onboard.candidates.feed_forward import linear_calls
 from dayzero.onboard.candidates.projections import Projection, Share, equal_values, input_projections, rows_per, shares
+from dayzero.onboard.oracle.calls import Call
 from dayzero.runtime.weights import Source, Stored
 
 _SIDE_BY_SIDE = (

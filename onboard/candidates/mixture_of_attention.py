@@ -8,7 +8,6 @@ from typing import Any
 
 from torch import Tensor
 
-from dayzero.onboard.calls import same
 from dayzero.onboard.candidates.attention import AttentionSolver
 from dayzero.onboard.candidates.equality import CLOSE
 from dayzero.onboard.candidates.evidence import Candidate, Evidence, Site, literal
@@ -19,6 +18,7 @@ from dayzero.onboard.candidates.moe import propose_routers
 from dayzero.onboard.candidates.moe_parts import Parts
 from dayzero.onboard.candidates.softmax import SoftmaxSeen, watch
 from dayzero.onboard.candidates.where_held import constant, named
+from dayzero.onboard.oracle.calls import same
 from dayzero.runtime.weights import Source, Stored
 
 

@@ -6,13 +6,13 @@ from functools import cached_property
 import torch
 from torch import Tensor, nn
 
-from dayzero.onboard.calls import Call, tensors
 from dayzero.onboard.candidates.evidence import Candidate, Site, below
 from dayzero.onboard.candidates.expert_banks import Bank
 from dayzero.onboard.candidates.feed_forward import propose_feed_forward
 from dayzero.onboard.candidates.nesting import site_below
 from dayzero.onboard.candidates.norm import propose_norm
-from dayzero.onboard.reference import state_of
+from dayzero.onboard.oracle.calls import Call, tensors
+from dayzero.onboard.oracle.reference import state_of
 
 TOLERANCE = 1e-9
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from dayzero.onboard.candidates.causes import causes, changed, drivers, plain_settings
 from dayzero.onboard.candidates.evidence import Evidence, Site, below, site_of
-from dayzero.onboard.trace import Operations, trace
+from dayzero.onboard.prove.trace import Operations, trace
 
 
 def site_below(site: Site, path: str) -> Site:

@@ -8,7 +8,7 @@ from torch import nn
 from dayzero.onboard.candidates.evidence import Candidate, Evidence, Site, below, literal, size
 from dayzero.onboard.candidates.gates import activations
 from dayzero.onboard.candidates.nesting import Inner, site_below
-from dayzero.onboard.reference import state_of
+from dayzero.onboard.oracle.reference import state_of
 from dayzero.runtime.weights import Stored
 
 

@@ -5,14 +5,14 @@ from collections.abc import Iterator
 import torch
 from torch import nn
 
-from dayzero.onboard.calls import tensors
 from dayzero.onboard.candidates.causes import changed, plain_settings
 from dayzero.onboard.candidates.evidence import Candidate, Evidence, below, literal, size
 from dayzero.onboard.candidates.gates import activations
 from dayzero.onboard.candidates.nesting import Inner
 from dayzero.onboard.candidates.router import normalise_argument, read_program, scale_argument, scored
-from dayzero.onboard.reference import state_of
-from dayzero.onboard.trace import Operations
+from dayzero.onboard.oracle.calls import tensors
+from dayzero.onboard.oracle.reference import state_of
+from dayzero.onboard.prove.trace import Operations
 from dayzero.runtime.weights import Source, Stored
 
 

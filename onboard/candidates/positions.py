@@ -7,9 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dayzero.onboard.calls import Call, floats, tensors
 from dayzero.onboard.candidates.equality import CLOSE
 from dayzero.onboard.candidates.evidence import Candidate, Evidence, attribute, literal
+from dayzero.onboard.oracle.calls import Call, floats, tensors
 
 _BASE = 10000.0
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 import torch
 
 from dayzero.onboard.candidates.evidence import Candidate, Site
-from dayzero.onboard.reference import state_of
+from dayzero.onboard.oracle.reference import state_of
 from dayzero.runtime.weights import Part, Source
 
 Shapes = Mapping[str, tuple[int, ...]]

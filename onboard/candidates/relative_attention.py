@@ -5,12 +5,12 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from dayzero.onboard.calls import same
 from dayzero.onboard.candidates.attention import AttentionSolver
 from dayzero.onboard.candidates.attention_pieces import Piece
 from dayzero.onboard.candidates.evidence import Candidate, Site, size
 from dayzero.onboard.candidates.feed_forward import linear_calls
 from dayzero.onboard.candidates.softmax import SoftmaxSeen, watch
+from dayzero.onboard.oracle.calls import same
 from dayzero.runtime.weights import Stored
 
 

@@ -12,12 +12,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from dayzero.onboard.calls import Call, tensors
 from dayzero.onboard.candidates.evidence import Candidate, Evidence, literal, present
 from dayzero.onboard.candidates.settings import Path, at, fields_of, number, setting, walk
 from dayzero.onboard.config_fields import size_of
-from dayzero.onboard.handed import Table, tables_in
-from dayzero.onboard.reference import state_of
+from dayzero.onboard.oracle.calls import Call, tensors
+from dayzero.onboard.oracle.reference import state_of
+from dayzero.onboard.structure.handed import Table, tables_in
 from dayzero.runtime.nn import Rotary
 from dayzero.runtime.weights import Stored
 

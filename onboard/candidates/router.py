@@ -9,8 +9,8 @@ from torch import Tensor
 
 from dayzero.onboard.candidates.evidence import Candidate, Evidence, Site, literal, size
 from dayzero.onboard.candidates.nesting import Inner
-from dayzero.onboard.reference import state_of
-from dayzero.onboard.trace import Operations, Step
+from dayzero.onboard.oracle.reference import state_of
+from dayzero.onboard.prove.trace import Operations, Step
 from dayzero.runtime.weights import Flatten, Source, Stored
 
 _SCORES = {"_softmax": "softmax", "sigmoid": "sigmoid", "softplus": "sqrtsoftplus"}

@@ -5,11 +5,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from dayzero.onboard.calls import Call, tensors
 from dayzero.onboard.candidates.evidence import Candidate, Site
 from dayzero.onboard.candidates.nesting import Inner
 from dayzero.onboard.candidates.router import dense, propose_router
-from dayzero.onboard.reference import state_of
+from dayzero.onboard.oracle.calls import Call, tensors
+from dayzero.onboard.oracle.reference import state_of
 
 
 @dataclass

@@ -7,7 +7,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dayzero.onboard.calls import Call
 from dayzero.onboard.candidates.causes import causes, named_choice
 from dayzero.onboard.candidates.evidence import Candidate, Evidence, Site, below, literal, present, size
 from dayzero.onboard.candidates.feed_forward import linear_calls
@@ -19,6 +18,7 @@ from dayzero.onboard.candidates.projections import (
     shares,
     split_convolutions,
 )
+from dayzero.onboard.oracle.calls import Call
 from dayzero.runtime.weights import Flatten, Part, Source, Stored, Unsqueeze
 
 _ORDERS = (("u", "gate"), ("gate", "u"))

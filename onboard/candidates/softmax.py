@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from dayzero.onboard.calls import Call
+from dayzero.onboard.oracle.calls import Call
 
 
 @dataclass

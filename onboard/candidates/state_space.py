@@ -10,7 +10,6 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from dayzero.onboard.calls import tensors
 from dayzero.onboard.candidates.causes import causes, causing, changed, named_choice
 from dayzero.onboard.candidates.evidence import Candidate, Evidence, Site, attribute, below, literal, present, size
 from dayzero.onboard.candidates.feed_forward import linear_calls
@@ -25,7 +24,8 @@ from dayzero.onboard.candidates.projections import (
     split_convolutions,
     vector,
 )
-from dayzero.onboard.trace import trace
+from dayzero.onboard.oracle.calls import tensors
+from dayzero.onboard.prove.trace import trace
 from dayzero.runtime.weights import Source, Stored
 
 _ROLES = ("gate", "u", "B", "C", "dt")

@@ -3,9 +3,9 @@
 import itertools
 from collections.abc import Iterator
 
-from dayzero.onboard.calls import floats
 from dayzero.onboard.candidates.evidence import Candidate, Evidence, Site, attribute, literal, size
 from dayzero.onboard.candidates.norm import epsilons
+from dayzero.onboard.oracle.calls import floats
 from dayzero.runtime.weights import Source, Stored
 
 

@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterable, Mapping
 from functools import cached_property
 from typing import Any, Literal, NamedTuple
 
-from dayzero.onboard.tensor_names import stepped
+from dayzero.onboard.inspect.tensor_names import stepped
 from dayzero.runtime import nn
 from dayzero.runtime.block_spec import BlockSpec
 from dayzero.runtime.nn.router import Routing

@@ -16,8 +16,8 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file
 
-from dayzero.onboard.reference import Promote, on_disk, quiet
-from dayzero.onboard.top_k import ForceTopK
+from dayzero.onboard.oracle.reference import Promote, on_disk, quiet
+from dayzero.onboard.oracle.top_k import ForceTopK
 from dayzero.runtime.headers import read_headers
 from dayzero.runtime.hf_checkpoint import write_checkpoint
 from dayzero.runtime.nn import MixtureOfExperts

@@ -11,7 +11,7 @@ import remote_checkpoint
 import tiny
 from safetensors.torch import load_file
 
-from dayzero.onboard import sandbox
+from dayzero.onboard.oracle import sandbox
 from dayzero.runtime.package import load_package
 
 pytestmark = pytest.mark.slow

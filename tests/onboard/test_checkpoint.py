@@ -34,7 +34,7 @@ def test_remote_code_is_listed_and_never_run(folder):
     config["auto_map"] = {"AutoConfig": "modeling_novel.C", "AutoModelForCausalLM": "modeling_novel.M"}
     (folder / "config.json").write_text(json.dumps(config))
     assert read_checkpoint(folder).remote_code == ["modeling_novel.py"]
-    from dayzero.onboard.reference import load_config
+    from dayzero.onboard.oracle.reference import load_config
 
     load_config(config)
     assert not (folder / "sentinel").exists()

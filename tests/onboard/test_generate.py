@@ -12,10 +12,10 @@ import yaml
 
 from dayzero.onboard.align import Alignment
 from dayzero.onboard.claims import Claim
-from dayzero.onboard.classify import Ledger
 from dayzero.onboard.generate import Unsafe, call, model_py, proof_line, render_package, source_text, weights_py
-from dayzero.onboard.interventions import Intervention
-from dayzero.onboard.report import Findings
+from dayzero.onboard.inspect.classify import Ledger
+from dayzero.onboard.prove.interventions import Intervention
+from dayzero.onboard.report.report import Findings
 from dayzero.runtime.config import load_config
 from dayzero.runtime.package import load_package
 from dayzero.runtime.plan import read_plan

@@ -5,7 +5,7 @@ import pytest
 
 from dayzero.onboard.agent import real_shapes, specify_checkpoint
 from dayzero.onboard.checkpoint import read_checkpoint
-from dayzero.onboard.reference import load_config
+from dayzero.onboard.oracle.reference import load_config
 from dayzero.onboard.specify import specify, stored_as, unread_fields
 from dayzero.runtime.spec import BlockSpec, ModelSpec
 

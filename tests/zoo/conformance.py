@@ -56,7 +56,7 @@ def write_checkpoint(family: str, folder: Path, seed: int = 0) -> Path:
     import torch
     from safetensors.torch import save_file
 
-    from dayzero.onboard.reference import build, on_disk, redraw
+    from dayzero.onboard.oracle.reference import build, on_disk, redraw
 
     config = families.config(family)
     model, _ = build(config)
@@ -75,7 +75,7 @@ def onboard(family: str, folder: Path, tell: Any = lambda line: None) -> Result:
     """Takes one family through the ladder. Never raises: what goes wrong is in the result."""
     from dayzero.onboard.agent import climb, specify_checkpoint
     from dayzero.onboard.checkpoint import read_checkpoint
-    from dayzero.onboard.proven import NotProven
+    from dayzero.onboard.prove.proven import NotProven
 
     result, start = Result(family), time.monotonic()
     try:
@@ -141,9 +141,9 @@ def _share(spec: Any) -> tuple[float, list[str]]:
 
 def _share_left(config: dict[str, Any], where: list[str]) -> float | None:
     """The share of the layers' parameters outside the modules that are not proven, on the small model."""
-    from dayzero.onboard.reference import build
-    from dayzero.onboard.shrink import layer_signatures, part_signature, shrink
-    from dayzero.onboard.shrink_layers import layer_list
+    from dayzero.onboard.oracle.reference import build
+    from dayzero.onboard.shrink.layers import layer_list
+    from dayzero.onboard.shrink.shrink import layer_signatures, part_signature, shrink
 
     try:
         model, _ = build(shrink(config), device="meta")

@@ -25,7 +25,7 @@ from zoo.conformance import write_checkpoint
 from dayzero.onboard import agent, specify
 from dayzero.onboard.agent import climb, real_shapes
 from dayzero.onboard.checkpoint import Checkpoint, read_checkpoint
-from dayzero.onboard.classify import classify, settle
+from dayzero.onboard.inspect.classify import classify, settle
 from dayzero.onboard.specify import Specification
 from dayzero.runtime.errors import InputError
 from dayzero.runtime.spec import BlockSpec, LayerKind, LayerRun, ModelSpec, SourceSpec

@@ -29,8 +29,8 @@ def renamed(family: str, folder: Path, seed: int) -> tuple[Path, dict[str, str]]
     """The checkpoint's folder, and old name -> new name."""
     from safetensors.torch import save_file
 
-    from dayzero.onboard import remote_code
-    from dayzero.onboard.reference import build, on_disk, redraw
+    from dayzero.onboard.oracle import remote_code
+    from dayzero.onboard.oracle.reference import build, on_disk, redraw
 
     config = families.config(family)
     cls = families.model_class(family)

@@ -6,7 +6,7 @@ import pytest
 import torch
 from zoo import families
 
-from dayzero.onboard.reference import Promote, load_config
+from dayzero.onboard.oracle.reference import Promote, load_config
 
 RUN = ["mixtral", "deepseek_v3", "qwen3_next", "gpt_oss", "nemotron_h", "mamba2", "step3p7", "switch_transformers"]
 

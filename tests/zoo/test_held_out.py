@@ -14,8 +14,8 @@ from zoo.mutants import specified
 
 from dayzero.onboard.agent import load_shrunk
 from dayzero.onboard.align.blocks import as_candidate, side_by_side
-from dayzero.onboard.prove import TOLERANCE, errors
-from dayzero.onboard.reference import never_trained, redraw, state_of
+from dayzero.onboard.oracle.reference import never_trained, redraw, state_of
+from dayzero.onboard.prove.block import TOLERANCE, errors
 
 SEEDS = (101, 202, 303, 404, 505)
 FEW = ["mixtral", "deepseek_v3", "mamba2"]

@@ -11,9 +11,10 @@ from zoo import families
 from zoo.mutants import specified
 from zoo.renamed import proven, renamed
 
-from dayzero.onboard import remote_code, specify
+from dayzero.onboard import specify
 from dayzero.onboard.agent import climb, specify_checkpoint
 from dayzero.onboard.checkpoint import read_checkpoint
+from dayzero.onboard.oracle import remote_code
 
 ROOT = Path(__file__).parents[2]
 TEN = [

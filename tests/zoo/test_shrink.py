@@ -4,9 +4,9 @@ import pytest
 import torch
 from zoo import families
 
-from dayzero.onboard.reference import build, redraw, run
-from dayzero.onboard.shrink import SEQUENCE, layer_signatures, shrink_model
-from dayzero.onboard.shrink_layers import kind_of
+from dayzero.onboard.oracle.reference import build, redraw, run
+from dayzero.onboard.shrink.layers import kind_of
+from dayzero.onboard.shrink.shrink import SEQUENCE, layer_signatures, shrink_model
 
 # Quick ones of each kind: experts alone, shared and none; latents, windows, scans, delta rules; pictures beside.
 FAST = {

@@ -11,7 +11,7 @@ import tiny
 from safetensors.torch import load_file
 from zoo import unseen
 
-from dayzero.onboard import sandbox
+from dayzero.onboard.oracle import sandbox
 from dayzero.runtime.package import load_package
 
 # What of the package is the checkpoint's own code, and what must be proven beside it.

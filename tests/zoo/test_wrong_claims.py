@@ -13,7 +13,7 @@ from zoo.conformance import write_checkpoint
 from dayzero.onboard import specify
 from dayzero.onboard.agent import climb, specify_checkpoint
 from dayzero.onboard.checkpoint import read_checkpoint
-from dayzero.onboard.proven import NotProven
+from dayzero.onboard.prove.proven import NotProven
 from dayzero.runtime.errors import InputError
 
 pytestmark = pytest.mark.slow

@@ -211,8 +211,8 @@ CONFIG = {
 
 def make(folder: Path, odd: str, seed: int = 0, **fields) -> Path:
     """Writes the checkpoint. odd: "mixer", "router" or "residual". fields: of config.json."""
-    from dayzero.onboard import remote_code
-    from dayzero.onboard.reference import build, redraw
+    from dayzero.onboard.oracle import remote_code
+    from dayzero.onboard.oracle.reference import build, redraw
 
     folder.mkdir(parents=True)
     config = {**CONFIG, "odd": odd, **fields}

@@ -7,11 +7,11 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from dayzero.onboard.calls import record_calls
 from dayzero.onboard.candidates import site_of
 from dayzero.onboard.candidates.attention import propose_attention
 from dayzero.onboard.candidates.relative_attention import propose_relative_attention
-from dayzero.onboard.prove import attempt
+from dayzero.onboard.oracle.calls import record_calls
+from dayzero.onboard.prove.block import attempt
 from dayzero.runtime.nn.rotary import Rotary, rotate
 
 H, N, G, D, S = 40, 6, 3, 8, 19

@@ -6,11 +6,11 @@ import pytest
 import torch
 from torch import nn
 
-from dayzero.onboard.calls import record_calls
 from dayzero.onboard.candidates import site_of
 from dayzero.onboard.candidates.evidence import Candidate, literal
-from dayzero.onboard.prove import attempt, prove
-from dayzero.onboard.token_mixing import mixes_tokens
+from dayzero.onboard.oracle.calls import record_calls
+from dayzero.onboard.prove.block import attempt, prove
+from dayzero.onboard.structure.token_mixing import mixes_tokens
 
 H, N, G, D, S = 20, 4, 2, 6, 9
 

@@ -6,10 +6,10 @@ import pytest
 import torch
 from torch import nn
 
-from dayzero.onboard.calls import Call
 from dayzero.onboard.candidates.evidence import Site
-from dayzero.onboard.prove import prove
-from dayzero.onboard.several import several
+from dayzero.onboard.oracle.calls import Call
+from dayzero.onboard.prove.block import prove
+from dayzero.onboard.structure.several import several
 
 GENERATOR = torch.Generator().manual_seed(0)
 CONFIG = SimpleNamespace(to_dict=dict)

@@ -8,9 +8,9 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from dayzero.onboard.calls import record_calls
 from dayzero.onboard.candidates import site_of
-from dayzero.onboard.prove import prove
+from dayzero.onboard.oracle.calls import record_calls
+from dayzero.onboard.prove.block import prove
 
 H, G, D, E, K, S = 40, 3, 6, 5, 2, 19
 

@@ -9,13 +9,13 @@ import torch.nn.functional as F
 from torch import nn
 from zoo import families
 
-from dayzero.onboard import reference
-from dayzero.onboard.calls import Call, record_calls
 from dayzero.onboard.candidates import site_of
 from dayzero.onboard.candidates.evidence import Site
 from dayzero.onboard.candidates.routing import routing_call
-from dayzero.onboard.contradiction import contradiction
-from dayzero.onboard.prove import TOLERANCE, prove, relative_error
+from dayzero.onboard.oracle import reference
+from dayzero.onboard.oracle.calls import Call, record_calls
+from dayzero.onboard.prove.block import TOLERANCE, prove, relative_error
+from dayzero.onboard.prove.contradiction import contradiction
 from dayzero.runtime.nn import Experts, MixtureOfExperts
 
 

@@ -8,11 +8,11 @@ import pytest
 import torch
 from zoo import families
 
-from dayzero.onboard import reference
-from dayzero.onboard.calls import record_calls
 from dayzero.onboard.candidates import site_of
 from dayzero.onboard.candidates.causes import changed
-from dayzero.onboard.prove import TOLERANCE, attempt, prove
+from dayzero.onboard.oracle import reference
+from dayzero.onboard.oracle.calls import record_calls
+from dayzero.onboard.prove.block import TOLERANCE, attempt, prove
 
 # family, where its mixer is, the block; slow where the reference is a long Python loop
 MIXERS = [

@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import nn
 
-from dayzero.onboard.calls import Call
 from dayzero.onboard.candidates.rotary import propose_rotaries, propose_rotary
+from dayzero.onboard.oracle.calls import Call
 from dayzero.runtime.nn.rotary import Rotary
 
 POSITION = torch.arange(9)[None]

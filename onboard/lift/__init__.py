@@ -1,0 +1,1 @@
+"""The reference's own code, copied for what no block explains."""

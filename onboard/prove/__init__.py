@@ -1,0 +1,1 @@
+"""Blocks, layers and models held against the reference, and what changes with its config."""

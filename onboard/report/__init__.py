@@ -1,0 +1,1 @@
+"""What a person reads before they trust a package."""

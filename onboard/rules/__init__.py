@@ -1,0 +1,1 @@
+"""Where each parameter stands in the checkpoint's files, found by values."""

@@ -1,0 +1,1 @@
+"""A small model of the same kind."""
