@@ -18,6 +18,7 @@ from dayzero.onboard.candidates.evidence import Candidate, Evidence, Site, liter
 from dayzero.onboard.lift.closure import Lift, LiftError, lift, merge
 from dayzero.onboard.oracle.constructed import built_like, constructed_with
 from dayzero.onboard.oracle.training_modes import undecided
+from dayzero.onboard.structure.token_mixing import mixes_tokens
 from dayzero.runtime.nn.lifted import Lifted, classes_of
 from dayzero.runtime.weights import Stored
 
@@ -82,7 +83,8 @@ def lifted_candidates(site: Site, replace: Mapping[str, Candidate]) -> list[Cand
     reads = _Reads(cls, made)
     parameters = _parameters(site.module, replace)
     found: list[Candidate] = []
-    for together in (True, False):
+    # One call for all documents only where a token depends on no other: the captured batch is one document.
+    for together in (True, False) if not mixes_tokens(site.call) else (False,):
         for handed in [named] + ([{**named, **others}] if others else []):
             shown = {name: _without_mask(what) if together else what for name, what in handed.items()}
             found.append(
