@@ -136,6 +136,7 @@ def plan(
         train_indexers=config.train.indexer_loss != "none",
         tp=tp or fixed(config.parallel.tp),
         cp=cp or fixed(config.parallel.cp),
+        prefetch=None if config.parallel.prefetch == "auto" else config.parallel.prefetch,
     )
     if as_json:
         print(json.dumps({"command": "plan", "ok": True, **result.model_dump(mode="json")}))

@@ -101,6 +101,10 @@ class Parallel(Section):
         default="auto", description="ranks that each hold a part of the tokens of a batch; auto: 1 if that fits"
     )
 
+    prefetch: Literal["auto", 0, 1, 2] = Field(
+        default="auto", description="0: gather no layer early; 1: the next; 2: its experts in backward too; or auto"
+    )
+
     @model_validator(mode="after")
     def _positive(self) -> Self:
         for name in ("ep", "dp_replicate", "tp", "cp"):

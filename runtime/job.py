@@ -77,7 +77,7 @@ def prepare(
     before = _record_of(run) if resume else {}
     file, overrides = made.folder / "train.yaml", list(overrides)
     config = load_config(before.get("config", file if file.is_file() else None), overrides)
-    config, notes = _shared_batches(made, config, world)
+    config, notes = _settled(made, config, world)
     tp, cp = sharing(config)
     config, more = _same_batches(config, overrides, before.get("batches_per_step"), max(1, world // (tp * cp)))
     notes += more
@@ -220,18 +220,21 @@ def _path(record: dict[str, Any], name: str) -> Path | None:
     return Path(record[name]) if record.get(name) else None
 
 
-def _shared_batches(package: Package, config: TrainConfig, world: int) -> tuple[TrainConfig, list[str]]:
-    """Settings in which tp and cp are numbers, and notes. They are 1 unless that does not fit into the device."""
-    asked = fixed(config.parallel.tp), fixed(config.parallel.cp)
-    tp, cp = (size or 1 for size in asked)
+def _settled(package: Package, config: TrainConfig, world: int) -> tuple[TrainConfig, list[str]]:
+    """Settings in which tp, cp and prefetch are numbers, and notes. tp and cp are 1 unless that does not fit."""
+    asked = config.parallel
+    tp, cp = fixed(asked.tp) or 1, fixed(asked.cp) or 1
+    chosen = {"tp": tp, "cp": cp, "prefetch": 1 if asked.prefetch == "auto" else asked.prefetch}
     notes = []
-    if None in asked and device_gib() is not None and world % (tp * cp) == 0:
-        mesh = _plan(package, config, world).mesh
-        if (mesh.tp, mesh.cp) != (tp, cp):
-            tp, cp = mesh.tp, mesh.cp
-            notes.append(f"a batch does not fit into a device: {tp * cp} ranks share one (tp {tp}, cp {cp})")
-    parallel = config.parallel.model_copy(update={"tp": tp, "cp": cp})
-    return config.model_copy(update={"parallel": parallel}), notes
+    if "auto" in (asked.tp, asked.cp, asked.prefetch) and device_gib() is not None and world % (tp * cp) == 0:
+        plan = _plan(package, config, world)
+        chosen = {"tp": plan.mesh.tp, "cp": plan.mesh.cp, "prefetch": plan.prefetch}
+        if (plan.mesh.tp, plan.mesh.cp) != (tp, cp):
+            shared = f"tp {plan.mesh.tp}, cp {plan.mesh.cp}"
+            notes.append(
+                f"a batch does not fit into a device: {plan.mesh.tp * plan.mesh.cp} ranks share one ({shared})"
+            )
+    return config.model_copy(update={"parallel": asked.model_copy(update=chosen)}), notes
 
 
 def sharing(config: TrainConfig) -> tuple[int, int]:
@@ -258,6 +261,7 @@ def _plan(package: Package, config: TrainConfig, world: int) -> "Plan":
         train_indexers=config.train.indexer_loss != "none",
         tp=fixed(config.parallel.tp),
         cp=fixed(config.parallel.cp),
+        prefetch=None if config.parallel.prefetch == "auto" else config.parallel.prefetch,
     )
 
 

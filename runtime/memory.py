@@ -272,12 +272,16 @@ def _short(model: CausalLM, targets: list[str]) -> tuple[str, ...]:
     return tuple(dict.fromkeys(name.split(".", 2)[2] if name.startswith("layers.") else name for name in targets))
 
 
-def memory(model: Model, mesh: Mesh, tokens: int, recompute: bool, loss_chunk: int | None) -> dict[str, int]:
+def memory(
+    model: Model, mesh: Mesh, tokens: int, recompute: bool, loss_chunk: int | None, prefetch: int = 1
+) -> dict[str, int]:
     """Bytes by line, at the worst moment of each: `state_memory` and `batch_memory` together."""
-    return state_memory(model, mesh) | batch_memory(model, mesh.ep, tokens, recompute, loss_chunk, mesh.tp, mesh.cp)
+    return state_memory(model, mesh, prefetch) | batch_memory(
+        model, mesh.ep, tokens, recompute, loss_chunk, mesh.tp, mesh.cp
+    )
 
 
-def state_memory(model: Model, mesh: Mesh) -> dict[str, int]:
+def state_memory(model: Model, mesh: Mesh, prefetch: int = 1) -> dict[str, int]:
     """What does not depend on the batch. c: bytes of the compute dtype.
 
     parameters_*: elements kept * bytes of an element; dimension 0 is cut into ceil(rows / ranks).
@@ -285,8 +289,8 @@ def state_memory(model: Model, mesh: Mesh) -> dict[str, int]:
     gradients: 4 an element of what is trained. optimizer: its moments as they are kept (AdamW has two, Muon one) and
         4 a parameter, its step; moments in host memory are in `host_memory`. What a step of the optimizer works with
         comes after activations are gone, and has no line.
-    gathered: c * (root + the largest of layer + its experts + the next layer, which is on its way)
-        + c * the largest unit, for the buffer that the collective fills.
+    gathered: c * (root + the largest of layer + its experts + what is on its way: nothing for prefetch 0, the next
+        layer for 1, and its experts for 2) + c * the largest unit, for the buffer that the collective fills.
     reduced: of trained elements, the largest of: (c + 4) * a unit + 4 * the one reduced just before it.
     """
     lines: dict[str, int] = {f"parameters_{part}": 0 for part in ("dense", "experts", "adapters")}
@@ -303,7 +307,11 @@ def state_memory(model: Model, mesh: Mesh) -> dict[str, int]:
                 held = 0 if model.moments.offload else parameter.moments * model.moments.bytes(shape)
                 optimizer += count * (held + WIDE)
     neighbours = set(zip(model.order, (*model.order[1:], model.order[-1]), strict=True))
-    gathered = max(_layer(model.kinds[a], mesh) + model.kinds[b].dense.elements(mesh) for a, b in neighbours)
+    whole = [_layer(kind, mesh) for kind in model.kinds]
+    dense = [kind.dense.elements(mesh) for kind in model.kinds]
+    nothing = [0] * len(whole)
+    forward, backward = ((nothing, nothing), (dense, dense), (dense, whole))[prefetch]
+    gathered = max(max(whole[a] + forward[b], whole[b] + backward[a]) for a, b in neighbours)
     largest = max(unit.elements(mesh) for unit, _ in model.units)
     return lines | {
         "buffers": buffers,

@@ -7,6 +7,7 @@ divided by the valid tokens of the global batch, so all gradients come out right
 """
 
 from collections.abc import Callable
+from typing import Literal
 
 import torch
 from torch import nn
@@ -21,14 +22,18 @@ from dayzero.runtime.nn import CausalLM, Experts, Routed
 from dayzero.runtime.nn.expert_parallel import Exchange
 from dayzero.runtime.tensor_parallel import check_alone, split_tensors
 
-__all__ = ["Layout", "Meshes", "divisors", "make_meshes", "parallelise", "split_experts"]
+__all__ = ["Layout", "Meshes", "Prefetch", "divisors", "make_meshes", "parallelise", "split_experts"]
+
+Prefetch = Literal[0, 1, 2]
 
 
-def parallelise(model: CausalLM, meshes: Meshes, compute: torch.dtype | None = None) -> CausalLM:
+def parallelise(
+    model: CausalLM, meshes: Meshes, compute: torch.dtype | None = None, prefetch: Prefetch = 1
+) -> CausalLM:
     """Shards the model in place, on whatever device it is (the meta device costs nothing), and returns it.
 
     compute: dtype of the forward and backward pass where it is not that of the parameters; gradients are then reduced
-    in float32.
+    in float32. prefetch: what is gathered before it is needed, see `prefetch_units`.
     """
     ep = meshes.experts["ep"]
     policy = (
@@ -62,18 +67,28 @@ def parallelise(model: CausalLM, meshes: Meshes, compute: torch.dtype | None = N
         if isinstance(module, FSDPModule):
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
-    _prefetch(model)
+    prefetch_units(model, prefetch)
     return model
 
 
-def _prefetch(model: CausalLM) -> None:
-    """Each unit asks for the one that follows it while it computes: a layer for its experts and the next layer, and in
-    the backward pass for its experts and the layer before."""
+def prefetch_units(model: CausalLM, prefetch: Prefetch) -> None:
+    """What units ask for while they compute. 0: nothing, each is gathered when it is needed. 1: a layer for its experts
+    and the next layer, so that experts travel while attention computes; in the backward pass, which reaches the experts
+    first, the same with the layer before. 2: there experts ask for those of the layer before, too, which then travel
+    while attention computes."""
     layers = [layer for layer in model.all_layers if isinstance(layer, FSDPModule)]
-    for number, layer in enumerate(layers):
-        experts = [module for module in layer.modules() if isinstance(module, FSDPModule) and module is not layer]
-        layer.set_modules_to_forward_prefetch([*experts, *layers[number + 1 : number + 2]])
-        layer.set_modules_to_backward_prefetch([*experts, *layers[max(0, number - 1) : number]])
+    inner = [
+        [module for module in layer.modules() if isinstance(module, FSDPModule) and module is not layer]
+        for layer in layers
+    ]
+    for number, (layer, experts) in enumerate(zip(layers, inner, strict=True)):
+        after, before = layers[number + 1 : number + 2], layers[max(0, number - 1) : number]
+        last = [*before, *(inner[number - 1] if number and prefetch == 2 else [])]
+        layer.set_modules_to_forward_prefetch([*experts, *after] if prefetch else [])
+        # Left alone, FSDP prefetches in the backward pass. A unit that asks for itself asks for nothing.
+        layer.set_modules_to_backward_prefetch([*experts, *before] if prefetch else [layer])
+        for module in experts:
+            module.set_modules_to_backward_prefetch((last if prefetch else []) or [module])
 
 
 def split_experts(experts: Experts, ep: DeviceMesh) -> None:

@@ -13,11 +13,17 @@ from dayzero.runtime import config, plan_table
 from dayzero.runtime.errors import InputError
 from dayzero.runtime.memory import GIB, Mesh, Mode, host_memory, measure
 from dayzero.runtime.moments import Kept
-from dayzero.runtime.plan_search import Candidate, Question, search
+from dayzero.runtime.parallel import Prefetch
+from dayzero.runtime.plan_search import Candidate, Question, search, with_experts_ahead
 from dayzero.runtime.precision import Precision
 from dayzero.runtime.spec import ModelSpec
 
 LISTED = 12
+PREFETCHED = (
+    "parameters are gathered when they are needed",
+    "the next layer is gathered while one computes",
+    "the next layer is gathered while one computes, and its experts in backward too",
+)
 
 
 class Record(BaseModel):
@@ -51,6 +57,7 @@ class Plan(Record):
     communication_bytes: received in a step by rank 0, by kind. weighted_bytes: their sum, those from other nodes
     counted ACROSS times; the plan minimises it among what fits. advice: what would fit, where nothing does.
     hbm_bytes: None where the device is not known; then nothing is replicated and all is recomputed.
+    prefetch: which units are gathered early (`parallel.prefetch_units`).
     tokens_per_device: of a batch, which all ranks of tp and cp share. refused: why ranks could not share one otherwise.
     """
 
@@ -61,6 +68,7 @@ class Plan(Record):
     precision: Precision
     tokens_per_device: int
     mesh: Mesh
+    prefetch: Prefetch
     recompute: bool
     loss_chunk: int | None
     lora_rank: int | None
@@ -89,6 +97,7 @@ class Plan(Record):
             f"{self.devices} devices, {self.devices_per_node} a node: {self.mesh}",
             "layers are computed again in backward" if self.recompute else "all activations are kept",
             f"the loss takes {self.loss_chunk or 'all'} tokens at a time",
+            PREFETCHED[self.prefetch],
         ]
         if together > 1:
             head.insert(2, f"a batch does not fit into one device: {together} share it")
@@ -123,12 +132,14 @@ def make_plan(
     train_indexers: bool = False,
     tp: int | None = None,
     cp: int | None = None,
+    prefetch: Prefetch | None = None,
 ) -> Plan:
     """The layout that moves the fewest bytes among those that fit into `hbm_gib` GiB a device.
 
     Searches ep over the common divisors of devices and experts, dp_replicate over the divisors of devices, recompute
     on and off, and chunks of the loss. Where nothing fits, more and more ranks share a batch of `tokens_per_device`
-    tokens, over tp and cp, unless these are given. If still nothing fits: the layout that needs least, with fits=False
+    tokens, over tp and cp, unless these are given. Units are gathered as early as there is room for, unless `prefetch`
+    says how early. If still nothing fits: the layout that needs least, with fits=False
     and advice. asynchronous: checkpoints are written from a copy in host memory. train_indexers: by the loss of their
     own, for which tp is 1.
     Raises InputError for fewer than one device or token, a model without anything to adapt, or tp and cp that do not
@@ -142,10 +153,11 @@ def make_plan(
     model = measure(spec, mode, precision, lora_rank, optimizer, asynchronous, train_indexers)
     hbm = None if hbm_gib is None else int(hbm_gib * GIB)
     tp = 1 if train_indexers and tp is None else tp
-    question = Question(model, devices, tokens_per_device, devices_per_node, hbm, tp, cp)
+    question = Question(model, devices, tokens_per_device, devices_per_node, hbm, tp, cp, prefetch)
     candidates = search(question)
     fitting = [candidate for candidate in candidates if candidate.fits(hbm)]
     best = min(fitting, key=lambda c: c.cost) if fitting else min(candidates, key=lambda c: c.total)
+    best = with_experts_ahead(question, best)
     return Plan(
         model=spec.name,
         devices=devices,
@@ -154,6 +166,7 @@ def make_plan(
         precision=precision,
         tokens_per_device=tokens_per_device,
         mesh=best.mesh,
+        prefetch=best.prefetch,
         recompute=best.recompute,
         loss_chunk=best.loss_chunk,
         lora_rank=lora_rank if mode == "lora" else None,

@@ -6,13 +6,14 @@ will do. What a block cannot do is found out before: tp that does not divide its
 
 import itertools
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from dayzero.runtime.communication import communication
 from dayzero.runtime.context_parallel import check_context_parallel
 from dayzero.runtime.errors import InputError
 from dayzero.runtime.memory import GIB, Mesh, Model, batch_memory, cut_by, state_memory
 from dayzero.runtime.mesh import divisors
+from dayzero.runtime.parallel import Prefetch
 from dayzero.runtime.tensor_parallel import check_alone
 
 ACROSS = 8  # a byte from another node costs as much as this many from the own one
@@ -20,12 +21,16 @@ RESERVED = 3 * GIB // 2  # device context, communication library
 FRAGMENTATION = 0.1  # of all other lines: the allocator's losses, workspaces of kernels
 LOSS_CHUNKS = (None, 2048, 512)
 SMALL_CHUNK = 2048  # where the device's memory is not known
+PREFETCHES: tuple[Prefetch, ...] = (1, 0)
 MOST_TOGETHER = 64  # ranks that share a batch
 
 
 @dataclass(frozen=True)
 class Candidate:
+    """prefetch: see `parallel.prefetch_units`."""
+
     mesh: Mesh
+    prefetch: Prefetch
     recompute: bool
     loss_chunk: int | None
     lines: dict[str, int]
@@ -49,7 +54,8 @@ class Candidate:
 @dataclass(frozen=True)
 class Question:
     """What layouts are asked for. hbm: bytes of a device, None if not known; then the choices that need least of it are
-    made beforehand, and nothing is replicated. tp, cp: fixed, or None for as few as will do."""
+    made beforehand, and nothing is replicated. tp, cp: fixed, or None for as few as will do. prefetch: fixed, or None
+    for as much as there is room for."""
 
     model: Model
     devices: int
@@ -58,6 +64,7 @@ class Question:
     hbm: int | None
     tp: int | None = None
     cp: int | None = None
+    prefetch: Prefetch | None = None
     cut: dict[int, Model] = field(default_factory=dict)  # by tp, as far as they were needed
     refused: list[str] = field(default_factory=list)
 
@@ -69,7 +76,8 @@ class Question:
 
 
 def search(question: Question) -> list[Candidate]:
-    """All that were looked at. Ranks that share a batch are 1, then as many more as it takes until something fits.
+    """All that were looked at. Ranks that share a batch are 1, then as many more as it takes until something fits,
+    each time with the next layer gathered early and then without.
 
     Raises InputError for a fixed tp or cp that does not divide the devices or that the model has no form for. What it
     has no form for otherwise is noted in `question.refused`.
@@ -82,16 +90,31 @@ def search(question: Question) -> list[Candidate]:
             expected=f"a product that divides the {question.devices} devices",
         )
     check_shared(question, tp, cp)
-    if question.hbm is None or (question.tp and question.cp):
-        return list(_candidates(question, tp, cp))
+    if question.hbm is None:
+        return list(_candidates(question, tp, cp, question.prefetch or 1))
     seen: list[Candidate] = []
-    for together in divisors(question.devices):
-        if together % (tp * cp) == 0 and together <= max(MOST_TOGETHER, tp * cp):
-            for pair in _shared(question, together):
-                seen += _candidates(question, *pair)
+    for together in [tp * cp] if question.tp and question.cp else divisors(question.devices):
+        if together % (tp * cp) or together > max(MOST_TOGETHER, tp * cp):
+            continue
+        pairs = list(_shared(question, together))
+        for prefetch in PREFETCHES if question.prefetch is None else (question.prefetch,):
+            for pair in pairs:
+                seen += _candidates(question, *pair, prefetch)
             if any(candidate.fits(question.hbm) for candidate in seen):
-                break
+                return seen
     return seen
+
+
+def with_experts_ahead(question: Question, best: Candidate) -> Candidate:
+    """The same with experts gathered early in the backward pass as well, if there is room for them."""
+    has_experts = any(kind.experts for kind in question.model.kinds)
+    if not has_experts or question.hbm is None or question.prefetch is not None or best.prefetch != 1:
+        return best
+    lines = dict(best.lines)
+    del lines["headroom"]
+    lines |= state_memory(question.with_tp(best.mesh.tp), best.mesh, 2)
+    more = replace(best, prefetch=2, lines=_with_headroom(lines))
+    return more if more.fits(question.hbm) else best
 
 
 def _shared(question: Question, together: int) -> Iterator[tuple[int, int]]:
@@ -123,7 +146,7 @@ def check_shared(question: Question, tp: int, cp: int) -> None:
     question.with_tp(tp)
 
 
-def _candidates(question: Question, tp: int, cp: int) -> Iterator[Candidate]:
+def _candidates(question: Question, tp: int, cp: int, prefetch: Prefetch) -> Iterator[Candidate]:
     known, devices, tokens, per_node = question.hbm is not None, question.devices, question.tokens, question.per_node
     model, batches = question.with_tp(tp), devices // (tp * cp)
     # Where ranks have to share a batch there is no room for replicas.
@@ -137,12 +160,15 @@ def _candidates(question: Question, tp: int, cp: int) -> Iterator[Candidate]:
         for replicate in replicas:
             sizes = {"dp_replicate": replicate, "dp_shard": batches // replicate, "ep": ep, "efsdp": devices // ep}
             mesh = Mesh(**sizes, tp=tp, cp=cp)
-            state = state_memory(model, mesh)
+            state = state_memory(model, mesh, prefetch)
             for recompute, group in itertools.groupby(choices, key=lambda choice: choice[0]):
                 moved = communication(model, mesh, tokens, recompute, per_node)
                 received = {kind: sum(parts.values()) for kind, parts in moved.items()}
                 weighted = sum(parts["inside"] + ACROSS * parts["across"] for parts in moved.values())
                 for choice in group:
-                    lines = state | batch[choice]
-                    lines["headroom"] = RESERVED + int(FRAGMENTATION * sum(lines.values()))
-                    yield Candidate(mesh, *choice, lines, received, weighted)
+                    lines = _with_headroom(state | batch[choice])
+                    yield Candidate(mesh, prefetch, *choice, lines, received, weighted)
+
+
+def _with_headroom(lines: dict[str, int]) -> dict[str, int]:
+    return lines | {"headroom": RESERVED + int(FRAGMENTATION * sum(lines.values()))}

@@ -107,7 +107,8 @@ def build_model(package: Package, job: Job, device: torch.device) -> CausalLM:
     if config.memory.recompute:
         for layer in model.all_layers:
             recompute(layer)
-    parallelise(model, make_meshes(job.layout, device.type), compute_dtype(config.train.precision))
+    prefetch = 1 if config.parallel.prefetch == "auto" else config.parallel.prefetch
+    parallelise(model, make_meshes(job.layout, device.type), compute_dtype(config.train.precision), prefetch)
     arrange_experts(model, config.experts)
     model.to_empty(device=device)
     adapters = [name for name, _ in model.named_parameters() if name.rpartition(".")[2] in ("lora_a", "lora_b")]

@@ -390,3 +390,40 @@ def test_heads_that_cannot_be_dealt_out_leave_it_to_cp(large):
     assert plan.fits
     assert (plan.mesh.tp, plan.mesh.cp) == (1, 4)
     assert plan.refused == ["tp has to be a divisor of the 63 heads of layers.0.mixer (GroupedQueryAttention)"]
+
+
+def uniform(large, dense=0):
+    """Every layer a mixture, but for the first so many."""
+    fields = {name: getattr(large, name) for name in ModelSpec.model_fields}
+    runs = [LayerRun(first=0, count=dense, kind=0)] if dense else []
+    return ModelSpec(**fields | {"layers": [*runs, LayerRun(first=dense, count=61 - dense, kind=1)]})
+
+
+def test_what_is_gathered_early_has_its_place(large):
+    model, mesh = measure(uniform(large), "lora", "bf16", 4), Mesh(dp_replicate=1, dp_shard=4, ep=2, efsdp=2)
+    layer, experts = (2 * unit.elements(mesh) for unit in (model.kinds[0].dense, model.kinds[0].experts[0]))
+    held = [state_memory(model, mesh, prefetch)["gathered"] for prefetch in (0, 1, 2)]
+    assert held == [held[0], held[0] + layer, held[0] + layer + experts]
+    # Layers of two kinds: in the backward pass the one before the first mixture is a dense one, which is larger.
+    model, mesh = measure(uniform(large, 1), "lora", "bf16", 4), Mesh(dp_replicate=1, dp_shard=64, ep=64, efsdp=1)
+    first, mixture = model.kinds
+    of_both = first.dense.elements(mesh) + mixture.dense.elements(mesh) + mixture.experts[0].elements(mesh)
+    rest = model.root.elements(mesh) + max(unit.elements(mesh) for unit, _ in model.units)
+    assert state_memory(model, mesh, 1)["gathered"] == 2 * (of_both + rest)
+
+
+def test_prefetch_takes_the_room_that_is_left(large):
+    """None where only that fits; the next layer; and its experts where there is room for them in the same layout."""
+    large = uniform(large)
+    wanted = {"devices": 64, "mode": "lora", "tokens_per_device": 4096}
+    nothing, layer = (make_plan(large, **wanted, hbm_gib=2, tp=1, cp=1, prefetch=prefetch) for prefetch in (0, 1))
+    tight = make_plan(large, **wanted, hbm_gib=(nothing.total_bytes + layer.total_bytes) / 2 / GIB)
+    assert (tight.fits, tight.prefetch, tight.mesh.tp, tight.mesh.cp) == (True, 0, 1, 1)
+    roomy = make_plan(large, **wanted, hbm_gib=200)
+    before = make_plan(large, **wanted, hbm_gib=200, prefetch=1)
+    assert roomy.prefetch == 2
+    assert (before.mesh, before.recompute, before.weighted_bytes) == (roomy.mesh, roomy.recompute, roomy.weighted_bytes)
+    assert before.total_bytes < roomy.total_bytes == sum(roomy.per_rank_bytes.values())
+    narrow = make_plan(large, **wanted, hbm_gib=(before.total_bytes + 1000) / GIB)
+    assert (narrow.mesh, narrow.prefetch) == (before.mesh, 1)
+    assert make_plan(large, **wanted).prefetch == 1
