@@ -304,7 +304,9 @@ def state_memory(model: Model, mesh: Mesh, prefetch: int = 1) -> dict[str, int]:
             lines[f"parameters_{line}"] += count * elements * parameter.bytes
             if parameter.trained:
                 gradients += count * elements * WIDE
-                held = 0 if model.moments.offload else parameter.moments * model.moments.bytes(shape)
+                held = (
+                    0 if model.moments.offload else parameter.moments * model.moments.bytes(shape, parameter.shape[-1])
+                )
                 optimizer += count * (held + WIDE)
     neighbours = set(zip(model.order, (*model.order[1:], model.order[-1]), strict=True))
     whole = [_layer(kind, mesh) for kind in model.kinds]
@@ -329,7 +331,7 @@ def host_memory(model: Model, mesh: Mesh) -> dict[str, int]:
     for unit, count in model.units:
         for parameter, shape in unit.local(mesh):
             if parameter.trained:
-                held = parameter.moments * model.moments.bytes(shape)
+                held = parameter.moments * model.moments.bytes(shape, parameter.shape[-1])
                 moments += count * held
                 copied += count * (math.prod(shape) * parameter.bytes + held + WIDE)
     lines = {"host_moments": moments} if model.moments.offload else {}

@@ -78,7 +78,7 @@ class Optimizer(torch.optim.Optimizer):
         state, values, grad = self.state[parameter], local(parameter), _gradient(parameter)
         noise = self._noise(parameter, "exp_avg"), self._noise(parameter, "exp_avg_sq")
         before = state["step"].clone()
-        for rows in _rows(values):
+        for rows in _rows(parameter):
             state["step"].copy_(before)
             first = self.moments.read(state, "exp_avg", values.device, rows, root=False)
             second = self.moments.read(state, "exp_avg_sq", values.device, rows, root=True)
@@ -99,7 +99,7 @@ class Optimizer(torch.optim.Optimizer):
         state["step"] += 1
         noise = self._noise(parameter, "momentum_buffer")
         ahead = torch.empty_like(grad, dtype=self.compute)
-        for rows in _rows(grad):
+        for rows in _rows(parameter):
             mean = self.moments.read(state, "momentum_buffer", grad.device, rows, root=False)
             mean.lerp_(grad[rows], 1 - momentum)
             ahead[rows] = grad[rows].lerp(mean, momentum)
@@ -189,10 +189,11 @@ def _gradient(parameter: nn.Parameter) -> Tensor:
     return local(parameter.grad)
 
 
-def _rows(tensor: Tensor) -> Iterator[slice]:
-    """Slices of dimension 0 with about CHUNK elements each; at least one, if of nothing."""
-    count = max(1, CHUNK * tensor.shape[0] // max(1, tensor.numel()))
-    for start in range(0, max(1, tensor.shape[0]), count):
+def _rows(parameter: Tensor) -> Iterator[slice]:
+    """Slices of dimension 0 of this rank's part, with about CHUNK elements each; at least one, if of nothing. As many for
+    all ranks with parts of the same rows."""
+    count = max(1, CHUNK * parameter.shape[0] // max(1, parameter.numel()))
+    for start in range(0, max(1, local(parameter).shape[0]), count):
         yield slice(start, start + count)
 
 

@@ -3,11 +3,14 @@
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.tensor import DTensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from dayzero.runtime.config import Optimizer
 from dayzero.runtime.load import load_random, local_part
+from dayzero.runtime.moments import Moments, Noise, local
 from dayzero.runtime.optimizer import make_optimizer
 from dayzero.runtime.package import load_package
 from dayzero.runtime.parallel import Layout, make_meshes, parallelise
@@ -39,3 +42,22 @@ def steps(package: Path, layout: tuple[int, int, int], settings: Optimizer, dtyp
 
 def steps_of(package: Path, cases: list[tuple]) -> list[dict[str, Tensor]]:
     return [steps(package, *case) for case in cases]
+
+
+def cut_rows(shape: tuple[int, ...], dim: int) -> list[tuple[Tensor, Tensor, Tensor]]:
+    """(codes, scales, what is read again) of an 8-bit moment of a parameter whose dimension `dim` is cut, whole; of a
+    first and of a second moment, a few rows at a time."""
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    value = torch.randn(shape, generator=torch.Generator().manual_seed(3)) * torch.logspace(-3, 2, shape[-1])
+    found = []
+    for root, whole in ((False, value), (True, value.square())):
+        parameter = torch.nn.Parameter(distribute_tensor(whole, mesh, [Shard(dim)], src_data_rank=None))
+        moments, noise = Moments("8bit"), Noise(parameter, 7)
+        state, read = moments.zeros(parameter, "m"), torch.zeros_like(local(parameter))
+        for start in range(0, shape[0], 2):
+            rows = slice(start, start + 2)
+            moments.write(state, "m", local(parameter)[rows], rows, root, noise)
+            read[rows] = moments.read(state, "m", read.device, rows, root)
+        placed = DTensor.from_local(read, mesh, [Shard(dim)], run_check=False, shape=whole.shape, stride=whole.stride())
+        found.append(tuple(tensor.full_tensor() for tensor in (state["m"], state["m.scale"], placed)))
+    return found

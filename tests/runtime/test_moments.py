@@ -137,7 +137,10 @@ def test_every_mesh_rounds_alike(package):
     """The same gradients give the same codes wherever the shards lie, but for what the last bit of a sum decides."""
     cases = [Optimizer(lr=0.05, weight_decay=0.1, states=kept) for kept in ("bf16", "8bit")]
     one, *_ = harness.run(ranks_optimizer.steps_of, 1, package, [((1, 1, 1), case, torch.float32) for case in cases])
-    every = harness.run(ranks_optimizer.steps_of, 4, package, [((2, 2, 2), case, torch.float32) for case in cases])
+    layouts = ((2, 2, 2), (1, 2, 2, 2))  # the second cuts rows, which are shorter than a block
+    settings = [(layout, case, torch.float32) for layout in layouts for case in cases]
+    one = one * len(layouts)
+    every = harness.run(ranks_optimizer.steps_of, 4, package, settings)
     for of_rank in every:
         for want, got in zip(one, of_rank, strict=True):
             assert got.keys() == want.keys()
@@ -150,3 +153,17 @@ def test_every_mesh_rounds_alike(package):
             kinds = {value.dtype for value in want.values()}
     assert kinds == {torch.uint8, torch.float32}
     assert all(of_rank[1][key].equal(every[0][1][key]) for of_rank in every for key in of_rank[1])  # copies stay copies
+
+
+@pytest.mark.parametrize(
+    ("shape", "dim"), [((5, 600), 1), ((5, 601), 1), ((4, 3), 1), ((3, 1024), 1), ((3, 4, 300), 2), ((5, 300), 0)]
+)
+def test_rows_cut_within_blocks_have_the_codes_of_whole_rows(shape, dim):
+    """Bit for bit, whatever the rows' length; one rank's last part may be empty."""
+    alone = harness.run(ranks_optimizer.cut_rows, 1, shape, dim)[0]
+    for of_rank in harness.run(ranks_optimizer.cut_rows, 3 if shape == (4, 3) else 2, shape, dim):
+        for want, got in zip(alone, of_rank, strict=True):
+            assert got[0].dtype == torch.uint8
+            assert len(got[0].unique()) > 1
+            assert got[1].shape == (*shape[:-1], -(-shape[-1] // BLOCK))
+            assert all(torch.equal(a, b) for a, b in zip(want, got, strict=True))

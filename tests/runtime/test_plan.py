@@ -131,6 +131,15 @@ def test_moments_are_exact_however_they_are_kept(spec, settings, mode):
     }
 
 
+@pytest.mark.parametrize("states", ["8bit", slow("bf16")])
+def test_moments_of_cut_rows_are_exact(spec, states):
+    settings, mesh = Optimizer(states=states), Mesh(dp_replicate=1, dp_shard=1, ep=2, efsdp=1, tp=2)
+    lines, host = _ranks(spec, 2, (1, 1, 2, 2), "full", "fp32", settings)[0]
+    model = measure(spec, "full", "fp32", 4, settings, tp=2)
+    assert state_memory(model, mesh)["optimizer"] == lines["optimizer"]
+    assert host_memory(model, mesh) == host
+
+
 @pytest.mark.parametrize(("name", "mode"), [*odd_cases("full"), slow("jamba", "lora")])
 def test_models_of_odd_blocks_are_exact_too(name, mode):
     odd = odd_specs.read(name)
