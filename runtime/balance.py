@@ -77,7 +77,12 @@ class Balance:
         for router in self.routers:
             if wants_losses or quantile:
                 router.losses = RouterLosses(
-                    settings.auxiliary_loss, settings.sequence_loss, settings.z_loss, quantile, group
+                    settings.auxiliary_loss,
+                    settings.sequence_loss,
+                    settings.z_loss,
+                    quantile,
+                    group,
+                    getattr(model, "split", None),
                 )
         for mixture in self.mixtures.values():
             if mixture.exchange is not None:

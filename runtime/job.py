@@ -292,12 +292,6 @@ def _check_shared_batches(model: CausalLM, config: TrainConfig) -> None:
         check_tensor_parallel(model, tp)
     if cp > 1:
         check_context_parallel(model, cp)
-    if tp * cp > 1 and config.balance.sequence_loss:
-        raise InputError(
-            "balance.sequence_loss",
-            found=f"{config.balance.sequence_loss}, with tp {tp} and cp {cp}",
-            expected="0: a rank does not see all tokens of a document",
-        )
     if tp > 1 and config.train.indexer_loss != "none":
         raise InputError(
             "train.indexer_loss",

@@ -8,8 +8,8 @@ a run on other ranks or after a restart rounds the same way.
 bf16: 8 significant bits, error below 2^-7 of the value. 8bit: blocks of 256 along the last dimension, the last of a row
 being shorter, each with its largest value as float32; dynamic tree codes (Dettmers 2022, arXiv:2110.02861), error below
 1/70 of the block's largest value. Second moments are kept as their root, whose relative error is what the step feels,
-with an error below 1/140 of the block's largest, and never round down to zero. Where a mesh cuts rows within blocks, its
-ranks agree on each block's largest value, and all keep those of whole rows.
+with an error below 1/140 of the block's largest, and never round down to zero. Where a mesh cuts rows within blocks,
+its ranks agree on each block's largest value, and all keep those of whole rows.
 """
 
 import math

@@ -190,8 +190,8 @@ def _gradient(parameter: nn.Parameter) -> Tensor:
 
 
 def _rows(parameter: Tensor) -> Iterator[slice]:
-    """Slices of dimension 0 of this rank's part, with about CHUNK elements each; at least one, if of nothing. As many for
-    all ranks with parts of the same rows."""
+    """Slices of dimension 0 of this rank's part, with about CHUNK elements each; at least one, if of nothing. Ranks
+    that share rows have the same slices: they may have to agree on something (`moments`)."""
     count = max(1, CHUNK * parameter.shape[0] // max(1, parameter.numel()))
     for start in range(0, max(1, local(parameter).shape[0]), count):
         yield slice(start, start + count)

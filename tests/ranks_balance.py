@@ -2,10 +2,14 @@
 of the tokens."""
 
 import copy
+from pathlib import Path
 from typing import Any
 
+import ranks_gradients
 import torch
 import torch.distributed as dist
+from exactness import batches
+from exactness import whole as whole_tensor
 
 from dayzero.runtime.balance import Balance
 from dayzero.runtime.config import Balance as Settings
@@ -73,4 +77,48 @@ def compare(settings: dict[str, Any], score: str, recomputed: bool) -> dict[str,
         "counts": (got.counts[""].tolist(), want.counts[""].tolist()),
         "moved": float((part.router.selection_bias - before).norm()),
         "bias": float((part.router.selection_bias - whole.router.selection_bias).norm()),
+    }
+
+
+def of_shared_batches(folder: Path, settings: dict[str, Any], cases: list[tuple]) -> list[dict[str, Any]]:
+    """Of a whole model whose ranks share two batches, by layout and recompute, beside one process: gradients, losses
+    and counts. share: how much of the routers' gradients is that of the losses."""
+    return [_of_shared_batch(folder, settings, *case) for case in cases]
+
+
+def _of_shared_batch(folder: Path, settings: dict[str, Any], layout: tuple[int, ...], recomputed: bool):
+    (plain, vocabulary), (one, _) = ranks_gradients.loaded(folder), ranks_gradients.loaded(folder)
+    mine, _ = ranks_gradients.loaded(folder, recomputed=recomputed, layout=layout)
+    every = list(batches(vocabulary, 0, 2))
+    tokens = sum(len(ids) for ids, _, _ in every)
+    loads = []
+    for model, balance in (
+        (plain, None),
+        (one, Balance(one, Settings(**settings), None)),
+        (mine, Balance(mine, Settings(**settings), dist.group.WORLD)),
+    ):
+        if balance is not None:
+            balance.begin(tokens)
+        for ids, labels, bounds in every:
+            (model(ids, bounds, labels) / tokens).backward()
+            if balance is not None:
+                balance.add()
+        if balance is not None:
+            loads.append(balance.finish())
+    want, got = loads
+    errors, share = {}, 0.0
+    for (name, parameter), other, without in zip(
+        mine.named_parameters(), one.parameters(), plain.parameters(), strict=True
+    ):
+        assert other.grad is not None
+        errors[name] = float((whole_tensor(parameter.grad) - other.grad).norm() / other.grad.norm())
+        if name.endswith("router.weight"):
+            share = max(share, float((other.grad - without.grad).norm() / other.grad.norm()))
+    where = max(errors, key=errors.__getitem__)
+    return {
+        "gradients": errors[where],
+        "where": where,
+        "losses": {name: abs(got.losses[name] - value) / value for name, value in want.losses.items()},
+        "counts": all(got.counts[name].equal(count) for name, count in want.counts.items()),
+        "share": share,
     }

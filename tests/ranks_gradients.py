@@ -22,7 +22,8 @@ def worst_errors(folder: Path, cases: list[tuple]) -> list[dict[str, float]]:
     return [_errors(folder, *case) for case in cases]
 
 
-def _model(folder: Path, lora: bool, recomputed: bool, layout: tuple[int, ...] | None):
+def loaded(folder: Path, lora: bool = False, recomputed: bool = False, layout: tuple[int, ...] | None = None):
+    """(model in float64, sharded where there is a layout, size of its vocabulary)."""
     package = load_package(folder)
     with torch.device("meta"):
         model = package.build()
@@ -48,7 +49,7 @@ def _model(folder: Path, lora: bool, recomputed: bool, layout: tuple[int, ...] |
 def _errors(folder: Path, layout, name: str, lora: bool, recomputed: bool, accumulation: int) -> dict[str, float]:
     """Worst relative errors of gradients before and after clipping, the norm, and what one step moved."""
     settings = Optimizer(name=name, lr=0.01, weight_decay=0.1)
-    (reference, vocabulary), (model, _) = _model(folder, lora, False, None), _model(folder, lora, recomputed, layout)
+    (reference, vocabulary), (model, _) = loaded(folder, lora), loaded(folder, lora, recomputed, layout)
     every = [list(batches(vocabulary, rank, accumulation)) for rank in range(Layout(*layout).batches)]
     valid = sum(int((labels != -100).sum()) for part in every for _, labels, _ in part)
     for one, mine in ((reference, [b for part in every for b in part]), (model, every[batch_of_rank(Layout(*layout))])):

@@ -10,11 +10,17 @@ on the mesh. p is a token's scores over their sum, f_e = E / (K T) * copies of e
 
 import math
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
+
+from .cut import Cut
+
+if TYPE_CHECKING:
+    from dayzero.runtime.split import Split
 
 # Edges of the bins in which margins are counted: 8 to an octave, on both sides of 0.
 _OCTAVES, _STEPS = (-20, 3), 8
@@ -25,6 +31,7 @@ EDGES = [-edge for edge in reversed(_POSITIVE)] + _POSITIVE
 @dataclass
 class RouterLosses:
     """auxiliary, sequence, z: what each loss is multiplied by; 0 for none. group: the ranks whose batches are one.
+    split: how ranks share a batch, where they do; each has the losses of its own tokens then.
 
     tokens: of the step, set before it. values: each loss as it was in the last forward pass, of this rank's tokens.
     margins [E, bins] int64, if count_margins: of the last forward pass, by how much an expert's score missed the
@@ -36,6 +43,7 @@ class RouterLosses:
     z: float = 0.0
     count_margins: bool = False
     group: ProcessGroup | None = None
+    split: "Split | None" = None
     tokens: int = 1
     values: dict[str, Tensor] = field(default_factory=dict)
     margins: Tensor | None = None
@@ -52,14 +60,14 @@ class RouterLosses:
         """weights, whose gradient brings that of the losses with it.
 
         logits [T, E]; chances [T, E]: p; selected [T, E]: the scores, bias included, that the selection went by;
-        index [T, K]; lengths: of the documents.
+        index [T, K]; lengths: of the documents, of all ranks of tp where these share them.
         """
         losses = {}
         if self.auxiliary:
             copies, total = self._copies(index, logits.shape[1])
             losses["auxiliary"] = self.auxiliary * logits.shape[1] * (chances.sum(0) * copies / total).sum()
         if self.sequence:
-            losses["sequence"] = self.sequence * _by_document(chances, index, lengths)
+            losses["sequence"] = self.sequence * self._by_document(chances, index, lengths)
         if self.z:
             losses["z"] = self.z * logits.logsumexp(-1).square().sum()
         if self.count_margins:
@@ -75,16 +83,21 @@ class RouterLosses:
             dist.all_reduce(counts, group=self.group)
         return counts, counts.sum().clamp(min=1)
 
-
-def _by_document(chances: Tensor, index: Tensor, lengths: tuple[int, ...]) -> Tensor:
-    """sum over documents of their tokens times E/(K T_s) * sum_e copies_se * mean_t p_te."""
-    experts, documents = chances.shape[1], len(lengths)
-    sizes = torch.tensor(lengths, device=index.device)
-    document = torch.arange(documents, device=index.device).repeat_interleave(sizes, output_size=index.shape[0])
-    copies = torch.bincount((document.unsqueeze(1) * experts + index).flatten(), minlength=documents * experts)
-    sums = torch.zeros(documents, experts, dtype=chances.dtype, device=chances.device).index_add(0, document, chances)
-    share = copies.view(documents, experts).to(chances.dtype) / (index.shape[1] * sizes.clamp(min=1)).unsqueeze(1)
-    return experts * (share * sums).sum()
+    def _by_document(self, chances: Tensor, index: Tensor, lengths: tuple[int, ...]) -> Tensor:
+        """sum over documents of their tokens times E/(K T_s) * sum_e copies_se * mean_t p_te, t of this rank."""
+        whole = lengths.whole if isinstance(lengths, Cut) else lengths
+        experts, documents = chances.shape[1], len(whole)
+        sizes = torch.tensor(whole, device=index.device)
+        document = torch.arange(documents, device=index.device).repeat_interleave(sizes, output_size=sum(whole))
+        if self.split is not None:
+            document = self.split.own(document)
+        copies = torch.bincount((document.unsqueeze(1) * experts + index).flatten(), minlength=documents * experts)
+        for group in (self.split.tp, self.split.cp) if self.split is not None else ():
+            if group is not None:
+                dist.all_reduce(copies, group=group)
+        nothing = torch.zeros(documents, experts, dtype=chances.dtype, device=chances.device)
+        share = copies.view(documents, experts).to(chances.dtype) / (index.shape[1] * sizes.clamp(min=1)).unsqueeze(1)
+        return experts * (share * nothing.index_add(0, document, chances)).sum()
 
 
 def count_margins(selected: Tensor, index: Tensor) -> Tensor:
