@@ -68,7 +68,7 @@ class Plan(Record):
     precision: Precision
     tokens_per_device: int
     mesh: Mesh
-    prefetch: Prefetch
+    prefetch: Prefetch = 1
     recompute: bool
     loss_chunk: int | None
     lora_rank: int | None

@@ -137,9 +137,11 @@ def _plan_line(plan: Plan) -> str:
     mesh, memory = plan.mesh, "" if plan.hbm_bytes is None else f" with {plan.hbm_bytes / 2**30:.0f} GiB each"
     fits = "fits" if plan.fits else "does NOT fit"
     adapters = f"LoRA rank {plan.lora_rank}" if plan.mode == "lora" else "all parameters"
+    shared = f" (tp {mesh.tp}, cp {mesh.cp})" if mesh.tp * mesh.cp > 1 else ""
+    tokens = f"{plan.tokens_per_device} tokens {f'for {mesh.tp * mesh.cp} devices' if shared else 'a device'}"
     return (
-        f"For {plan.devices} devices{memory}: {adapters}, {plan.precision}, {plan.tokens_per_device} tokens a device; "
-        f"dense {mesh.dp_replicate} x {mesh.dp_shard}, experts {mesh.efsdp} x {mesh.ep}; "
+        f"For {plan.devices} devices{memory}: {adapters}, {plan.precision}, {tokens}; "
+        f"dense {mesh.dp_replicate} x {mesh.dp_shard}{shared}, experts {mesh.efsdp} x {mesh.ep}; "
         f"recompute {'on' if plan.recompute else 'off'}; needs {readable_bytes(plan.total_bytes)} a device and {fits}."
     )
 
