@@ -25,6 +25,8 @@ UNTRIED = {
     "MeanPooledIndexer",
     "Lifted",
     "LiftedRouter",
+    "CrossAttention",  # a model with an encoder is refused
+    "DistanceBiasedAttention",
 }  # none of which is ever cut
 
 
