@@ -43,7 +43,7 @@ def test_a_layer_never_seen_is_copied_and_the_rest_is_proven(tmp_path, fields, m
     code, result, said = onboard("run", checkpoint, "-o", tmp_path, "--name", "made", "--trust-remote-code", *CONFINED)
     assert (code, result["verdict"]) == (0, "PASS"), said
     assert result["blocks"]["lifted"] == 1 + (module == "OwnRouter")
-    assert result["blocks"]["proven"] >= 3
+    assert result["blocks"]["proven"] >= 2  # equal norms are one block
     package = load_package(tmp_path / "made")
     inside = [inner for block in package.spec.blocks() for inner in block.walk()]
     ours = {"RMSNorm", "Experts"} if module == "OwnRouter" else {"RMSNorm", "GatedFeedForward"}
