@@ -3,7 +3,7 @@
 A mixture of experts, hidden width 256, expert width 256, 8 experts a token: ours, and transformers' with its eager and
 its grouped_mm experts, on the same weights and tokens, forward and backward, with experts that are trained or frozen as
 under LoRA. `x` is the time of a row against the same implementation with the fewest experts, `of ours` the time against
-ours. The router is part of it: with 896 experts its float32 product alone is a third of the smallest mixture's work.
+ours. The router is part of it: with 896 experts its float32 product alone is 0.15 of the operations of the 8 experts.
 Times are the process's own seconds on one thread; variants take turns and the fastest of each counts.
 """
 

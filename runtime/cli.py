@@ -116,28 +116,14 @@ def plan(
     as_json: Json = False,
 ) -> None:
     """Predict memory and communication on any number of devices, without having them."""
-    from dayzero.runtime.config import fixed, load_config
+    from dayzero.runtime.config import load_config
     from dayzero.runtime.package import load_package
-    from dayzero.runtime.plan import make_plan
+    from dayzero.runtime.plan import plan_for
 
     made = load_package(package)
     file = package / "train.yaml"
     config = load_config(file if file.is_file() else None, settings or [])
-    result = make_plan(
-        made.spec,
-        devices=devices,
-        hbm_gib=hbm,
-        mode=config.train.mode,
-        tokens_per_device=config.data.tokens_per_rank,
-        lora_rank=config.lora.rank,
-        precision=config.train.precision,
-        optimizer=config.optimizer,
-        asynchronous=config.checkpoint.asynchronous,
-        train_indexers=config.train.indexer_loss != "none",
-        tp=tp or fixed(config.parallel.tp),
-        cp=cp or fixed(config.parallel.cp),
-        prefetch=None if config.parallel.prefetch == "auto" else config.parallel.prefetch,
-    )
+    result = plan_for(made.spec, config, devices, hbm, tp, cp)
     if as_json:
         print(json.dumps({"command": "plan", "ok": True, **result.model_dump(mode="json")}))
     else:

@@ -77,7 +77,7 @@ def prepare(
     before = _record_of(run) if resume else {}
     file, overrides = made.folder / "train.yaml", list(overrides)
     config = load_config(before.get("config", file if file.is_file() else None), overrides)
-    config, notes = _settled(made, config, world)
+    config, plan, notes = _settled(made, config, world)
     tp, cp = sharing(config)
     config, more = _same_batches(config, overrides, before.get("batches_per_step"), max(1, world // (tp * cp)))
     notes += more
@@ -92,7 +92,7 @@ def prepare(
             found=f"{config.checkpoint.keep_best}, and no held-out data",
             expected="--eval-data, whose loss tells which checkpoint is best",
         )
-    layout = _layout(made, config, world)
+    layout = _layout(config, plan, world)
     layout.check_experts([m.experts.experts for m in model.modules() if isinstance(m, Routed)])
     _check_shared_batches(model, config)
     if made.checkpoint is None:
@@ -220,21 +220,26 @@ def _path(record: dict[str, Any], name: str) -> Path | None:
     return Path(record[name]) if record.get(name) else None
 
 
-def _settled(package: Package, config: TrainConfig, world: int) -> tuple[TrainConfig, list[str]]:
-    """Settings in which tp, cp and prefetch are numbers, and notes. tp and cp are 1 unless that does not fit."""
-    asked = config.parallel
+def _settled(package: Package, config: TrainConfig, world: int) -> tuple[TrainConfig, "Plan | None", list[str]]:
+    """Settings in which tp, cp and prefetch are numbers, the plan where one was needed, and notes. tp and cp are 1
+    unless that does not fit."""
+    from dayzero.runtime.plan import plan_for
+
+    asked, hbm = config.parallel, device_gib()
     tp, cp = fixed(asked.tp) or 1, fixed(asked.cp) or 1
     chosen = {"tp": tp, "cp": cp, "prefetch": 1 if asked.prefetch == "auto" else asked.prefetch}
+    open_here = hbm is not None and "auto" in (asked.tp, asked.cp, asked.prefetch)
+    if world % (tp * cp) or not (open_here or asked.ep == "auto"):
+        return config.model_copy(update={"parallel": asked.model_copy(update=chosen)}), None, []
+    # Without a device's memory nothing has to fit: only the experts' ranks are open.
+    plan = plan_for(package.spec, config, world, hbm, *(() if open_here else (tp, cp)))
     notes = []
-    if "auto" in (asked.tp, asked.cp, asked.prefetch) and device_gib() is not None and world % (tp * cp) == 0:
-        plan = _plan(package, config, world)
+    if open_here:
         chosen = {"tp": plan.mesh.tp, "cp": plan.mesh.cp, "prefetch": plan.prefetch}
         if (plan.mesh.tp, plan.mesh.cp) != (tp, cp):
-            shared = f"tp {plan.mesh.tp}, cp {plan.mesh.cp}"
-            notes.append(
-                f"a batch does not fit into a device: {plan.mesh.tp * plan.mesh.cp} ranks share one ({shared})"
-            )
-    return config.model_copy(update={"parallel": asked.model_copy(update=chosen)}), notes
+            ranks, shared = plan.mesh.tp * plan.mesh.cp, f"tp {plan.mesh.tp}, cp {plan.mesh.cp}"
+            notes = [f"a batch does not fit into a device: {ranks} ranks share one ({shared})"]
+    return config.model_copy(update={"parallel": asked.model_copy(update=chosen)}), plan, notes
 
 
 def sharing(config: TrainConfig) -> tuple[int, int]:
@@ -245,27 +250,7 @@ def sharing(config: TrainConfig) -> tuple[int, int]:
     return tp, cp
 
 
-def _plan(package: Package, config: TrainConfig, world: int) -> "Plan":
-    from dayzero.runtime.plan import make_plan
-
-    return make_plan(
-        package.spec,
-        devices=world,
-        hbm_gib=device_gib(),
-        mode=config.train.mode,
-        tokens_per_device=config.data.tokens_per_rank,
-        lora_rank=config.lora.rank,
-        precision=config.train.precision,
-        optimizer=config.optimizer,
-        asynchronous=config.checkpoint.asynchronous,
-        train_indexers=config.train.indexer_loss != "none",
-        tp=fixed(config.parallel.tp),
-        cp=fixed(config.parallel.cp),
-        prefetch=None if config.parallel.prefetch == "auto" else config.parallel.prefetch,
-    )
-
-
-def _layout(package: Package, config: TrainConfig, world: int) -> Layout:
+def _layout(config: TrainConfig, plan: "Plan | None", world: int) -> Layout:
     replicate, ep = config.parallel.dp_replicate, config.parallel.ep
     tp, cp = sharing(config)
     together = tp * cp
@@ -274,7 +259,7 @@ def _layout(package: Package, config: TrainConfig, world: int) -> Layout:
             "parallel.tp", found=f"{tp}, with cp {cp}", expected=f"a product that divides the {world} ranks"
         )
     if ep == "auto":
-        plan = _plan(package, config, world)
+        assert plan is not None
         ep = plan.mesh.ep
         replicate = plan.mesh.dp_replicate if replicate == "auto" else replicate
     replicate = 1 if replicate == "auto" else replicate

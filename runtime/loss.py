@@ -79,7 +79,8 @@ class _ChunkedLoss(torch.autograd.Function):
             for total, grad in zip([total for total in sums if total is not None], grads, strict=True):
                 total += grad
             losses.append(loss.detach())
-        ctx.grads = [grad_x, *(None if total is None else total.to(weight.dtype) for total in sums)]
+        held = (part for part in (weight, bias) if part is not None)
+        ctx.grads = [grad_x, *(s if s is None else s.to(part.dtype) for part, s in zip(held, sums, strict=True))]
         return torch.stack(losses).sum()
 
     @staticmethod

@@ -196,6 +196,33 @@ def make_plan(
     )
 
 
+def plan_for(
+    spec: ModelSpec,
+    settings: config.TrainConfig,
+    devices: int,
+    hbm_gib: float | None,
+    tp: int | None = None,
+    cp: int | None = None,
+) -> Plan:
+    """`make_plan` of a run with these settings. tp, cp: in place of theirs."""
+    parallel = settings.parallel
+    return make_plan(
+        spec,
+        devices=devices,
+        hbm_gib=hbm_gib,
+        mode=settings.train.mode,
+        tokens_per_device=settings.data.tokens_per_rank,
+        lora_rank=settings.lora.rank,
+        precision=settings.train.precision,
+        optimizer=settings.optimizer,
+        asynchronous=settings.checkpoint.asynchronous,
+        train_indexers=settings.train.indexer_loss != "none",
+        tp=tp or config.fixed(parallel.tp),
+        cp=cp or config.fixed(parallel.cp),
+        prefetch=None if parallel.prefetch == "auto" else parallel.prefetch,
+    )
+
+
 def write_plan(plan: Plan, file: Path) -> None:
     """As YAML. `read_plan` gives the same plan back."""
     file.write_text(yaml.safe_dump(plan.model_dump(mode="json"), sort_keys=False, width=120))
