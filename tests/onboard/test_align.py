@@ -64,6 +64,13 @@ def test_what_the_reference_itself_rounds_away_in_float32_is_told_and_not_judged
     assert beyond_rounding({"float32: a": math.nan}, rounded, exact)[0].keys() == {"float32: a"}
 
 
+@pytest.mark.parametrize("value", [math.nan, math.inf, 1.1])
+def test_a_reference_that_is_lost_in_float32_excuses_nothing(value):
+    exact, rounded = {"float64: a": torch.ones(1, dtype=torch.float64)}, {"float32: a": torch.tensor([value])}
+    for error in (math.inf, 0.2):
+        assert beyond_rounding({"float32: a": error}, rounded, exact) == ({"float32: a": error}, [])
+
+
 @pytest.mark.parametrize("worst", ["FAIL", "UNVERIFIED", "WARN", "PASS"])
 def test_the_verdict_of_a_ladder_is_its_worst(worst):
     order = ["FAIL", "UNVERIFIED", "WARN", "PASS"]
