@@ -1,5 +1,6 @@
 """A sharded model against the same model in one process: loss, every gradient, the global norm."""
 
+import math
 from pathlib import Path
 
 import torch
@@ -46,6 +47,17 @@ def push_routing(model, pushes: dict[int, float]) -> None:
 
 def whole(tensor):
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def relative_error(got, want) -> float:
+    """By norms; the absolute error where `want` is nothing but zeros."""
+    difference, size = float((got.detach() - want.detach()).norm()), float(want.detach().norm())
+    return difference / size if size else difference
+
+
+def worst(errors: dict[str, float]) -> str:
+    """The name of the largest; what is not a number is larger than all (`max` alone passes it over)."""
+    return max(errors, key=lambda name: (math.isnan(errors[name]), errors[name]))
 
 
 def compare(
@@ -123,8 +135,7 @@ def compare(
         assert torch.equal(whole(parameter.detach()), other.detach()), f"{name} was not loaded"
         assert (parameter.grad is None) == (other.grad is None), f"{name} has a gradient on one side only"
         if other.grad is not None:
-            difference, size = float((whole(parameter.grad) - other.grad).norm()), float(other.grad.norm())
-            error = difference / size if size else difference
+            error = relative_error(whole(parameter.grad), other.grad)
             if not error <= errors["gradients"]:
                 errors["gradients"], errors["where"] = error, name
     norm = torch.stack([p.grad.norm() for p in expected.values() if p.grad is not None]).norm()

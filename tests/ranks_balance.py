@@ -8,7 +8,7 @@ from typing import Any
 import ranks_gradients
 import torch
 import torch.distributed as dist
-from exactness import batches
+from exactness import batches, relative_error, worst
 from exactness import whole as whole_tensor
 
 from dayzero.runtime.balance import Balance
@@ -52,7 +52,7 @@ def compare(settings: dict[str, Any], score: str, recomputed: bool) -> dict[str,
     one, mine = Balance(whole, Settings(**settings), None), Balance(part, Settings(**settings), dist.group.WORLD)
     one.begin(TOTAL)
     mine.begin(TOTAL)
-    rank, grad = dist.get_rank(), 0.0
+    rank, errors = dist.get_rank(), {}
     for batch in range(2):
         lengths = tuple(length for of_rank in LENGTHS for length in of_rank[batch])
         x = torch.cat([tokens(other, batch) for other in range(2)]).requires_grad_()
@@ -62,17 +62,17 @@ def compare(settings: dict[str, Any], score: str, recomputed: bool) -> dict[str,
         part(own, context_of(LENGTHS[rank][batch])).sum().backward()
         mine.add()
         start = 0 if rank == 0 else sum(LENGTHS[0][batch])
-        grad = max(grad, float((own.grad - x.grad[start : start + len(own)]).norm() / x.grad.norm()))
-    for parameter, other in zip(part.parameters(), whole.parameters(), strict=True):
+        errors[f"batch {batch}"] = relative_error(own.grad, x.grad[start : start + len(own)])
+    for (name, parameter), other in zip(part.named_parameters(), whole.parameters(), strict=True):
         dist.all_reduce(parameter.grad)
-        grad = max(grad, float((parameter.grad - other.grad).norm() / other.grad.norm()))
+        errors[name] = relative_error(parameter.grad, other.grad)
     plain = mixture(score)
     x = torch.cat([tokens(other, 0) for other in range(2)])
     before = copy.deepcopy(part.router.selection_bias)
     plain(x, context_of((len(x),)))
     want, got = one.finish(), mine.finish()
     return {
-        "gradients": grad,
+        "gradients": errors[worst(errors)],
         "losses": {name: abs(got.losses[name] - value) / value for name, value in want.losses.items()},
         "counts": (got.counts[""].tolist(), want.counts[""].tolist()),
         "moved": float((part.router.selection_bias - before).norm()),
@@ -111,10 +111,10 @@ def _of_shared_batch(folder: Path, settings: dict[str, Any], layout: tuple[int, 
         mine.named_parameters(), one.parameters(), plain.parameters(), strict=True
     ):
         assert other.grad is not None
-        errors[name] = float((whole_tensor(parameter.grad) - other.grad).norm() / other.grad.norm())
+        errors[name] = relative_error(whole_tensor(parameter.grad), other.grad)
         if name.endswith("router.weight"):
-            share = max(share, float((other.grad - without.grad).norm() / other.grad.norm()))
-    where = max(errors, key=errors.__getitem__)
+            share = max(share, relative_error(without.grad, other.grad))
+    where = worst(errors)
     return {
         "gradients": errors[where],
         "where": where,

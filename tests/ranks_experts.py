@@ -6,6 +6,7 @@ from typing import Any
 import npu_exchange
 import torch
 import torch.distributed as dist
+from exactness import relative_error, worst
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
@@ -110,25 +111,19 @@ def _compare(
     out = part(x, context)
     (out * weigh[rank]).sum().backward()
 
-    errors = {"output": _error(out, outputs[rank]), "input": _error(x.grad, inputs[rank].grad)}
+    errors = {"output": relative_error(out, outputs[rank]), "input": relative_error(x.grad, inputs[rank].grad)}
     for (name, parameter), other in zip(part.named_parameters(), whole.parameters(), strict=True):
         grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
         if isinstance(grad, DTensor):
             grad = grad.full_tensor()
         else:
             dist.all_reduce(grad)
-        errors[name] = _error(grad, torch.zeros_like(other) if other.grad is None else other.grad)
-    worst = max(errors, key=errors.__getitem__)
+        errors[name] = relative_error(grad, torch.zeros_like(other) if other.grad is None else other.grad)
+    where = worst(errors)
     counts = [None] * world
     assert part.expert_counts is not None
     dist.all_gather_object(counts, part.expert_counts.tolist())
-    return {"worst": errors[worst], "where": worst, "counts": counts}
-
-
-def _error(got, want) -> float:
-    size = float(want.norm())
-    difference = float((got.detach() - want.detach()).norm())
-    return difference / size if size else difference
+    return {"worst": errors[where], "where": where, "counts": counts}
 
 
 def rows_sent(form: str) -> tuple[int, int, int]:

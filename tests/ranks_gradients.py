@@ -3,7 +3,7 @@
 from pathlib import Path
 
 import torch
-from exactness import batches, whole
+from exactness import batches, relative_error, whole, worst
 
 from dayzero.runtime.config import Optimizer
 from dayzero.runtime.headers import read_headers
@@ -58,7 +58,7 @@ def _errors(folder: Path, layout, name: str, lora: bool, recomputed: bool, accum
     trained = [(n, p, q) for (n, p), q in zip(model.named_parameters(), reference.parameters(), strict=True)]
     trained = [(n, p, q) for n, p, q in trained if q.requires_grad]
     before = {n: q.detach().clone() for n, _, q in trained}
-    errors = {"gradients": max(_error(whole(p.grad), q.grad) for _, p, q in trained)}
+    errors = {"gradients": _worst({n: relative_error(whole(p.grad), q.grad) for n, p, q in trained})}
     norm = gradient_norm(model.parameters())
     want = torch.cat([q.grad.flatten() for _, _, q in trained]).norm()
     errors["norm"] = float(abs(norm - want) / want)
@@ -66,12 +66,14 @@ def _errors(folder: Path, layout, name: str, lora: bool, recomputed: bool, accum
     for _, _, q in trained:
         q.grad *= CLIP / want
     clip_gradients(model.parameters(), CLIP, norm)
-    errors["clipped"] = max(_error(whole(p.grad), q.grad) for _, p, q in trained)
+    errors["clipped"] = _worst({n: relative_error(whole(p.grad), q.grad) for n, p, q in trained})
     for one in (model, reference):
         make_optimizer(one, settings).step()
-    errors["step"] = max(_error(whole(p.detach()) - before[n], q.detach() - before[n]) for n, p, q in trained)
+    errors["step"] = _worst(
+        {n: relative_error(whole(p.detach()) - before[n], q.detach() - before[n]) for n, p, q in trained}
+    )
     return errors
 
 
-def _error(got: torch.Tensor, want: torch.Tensor) -> float:
-    return float((got - want).norm() / want.norm())
+def _worst(errors: dict[str, float]) -> float:
+    return errors[worst(errors)]

@@ -4,6 +4,7 @@ import odd_specs
 import split_cases
 import torch
 import torch.distributed as dist
+from exactness import relative_error
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
@@ -53,7 +54,7 @@ def whole_model(name: str, lengths: tuple[int, ...], over: str) -> dict[str, flo
     loss.backward()
     total = loss.detach().clone()
     dist.all_reduce(total)
-    errors = {"loss": _error(total, want.detach())}
+    errors = {"loss": relative_error(total, want.detach())}
     for path, parameter in model.named_parameters():
         grad = parameter.grad if parameter.grad is not None else torch.zeros_like(parameter)
         if isinstance(grad, DTensor):
@@ -61,7 +62,7 @@ def whole_model(name: str, lengths: tuple[int, ...], over: str) -> dict[str, flo
         else:
             dist.all_reduce(grad)
         expected = whole.get_parameter(path).grad
-        errors[path] = _error(grad, torch.zeros_like(grad) if expected is None else expected)
+        errors[path] = relative_error(grad, torch.zeros_like(grad) if expected is None else expected)
     return errors
 
 
@@ -76,10 +77,10 @@ def _errors(whole, block, context, own_context, span) -> dict:
     own = x.detach()[span.own].clone().requires_grad_()
     got = split_cases.call(block, own, own_context)
     (got * weight[span.own]).sum().backward()
-    errors: dict = {"output": _error(all_rows(got.detach(), span), want.detach())}
+    errors: dict = {"output": relative_error(all_rows(got.detach(), span), want.detach())}
     assert own.grad is not None
     assert x.grad is not None
-    errors["input"] = _error(all_rows(own.grad, span), x.grad)
+    errors["input"] = relative_error(all_rows(own.grad, span), x.grad)
     expected = dict(whole.named_parameters())
     assert expected.keys() == dict(block.named_parameters()).keys()
     errors["parameters"], errors["where"] = 0.0, ""
@@ -92,15 +93,10 @@ def _errors(whole, block, context, own_context, span) -> dict:
             grad = grad.full_tensor()
         else:
             dist.all_reduce(grad)
-        error = _error(grad, other)
+        error = relative_error(grad, other)
         if not error <= errors["parameters"]:
             errors["parameters"], errors["where"] = error, name
     return errors
-
-
-def _error(got, want) -> float:
-    size = float(want.norm())
-    return float((got - want).norm()) / size if size else float((got - want).norm())
 
 
 def context_blocks(names: list[str], documents: list[tuple[int, ...]]) -> dict[str, dict]:
