@@ -17,6 +17,7 @@ from dayzero.runtime.nn.cut import cut
 from dayzero.runtime.rows import Span
 
 REFUSED = {
+    "attention-distance-bias": "DistanceBiasedAttention",
     "latent-indexer": "LatentAttention",
     "indexed-attention": "IndexedAttention",
     "indexed-attention-blocks": "IndexedAttention",

@@ -18,6 +18,7 @@ from dayzero.runtime.tensor_parallel import cuts_of
 NEVER_CUT = {
     "indexed-attention-blocks", "convolution-residual", "mixture-joint", "mixture-hashed", "mixture-capacity",
     "mixture-carried", "mixture-of-attention", "attention-additions", "feed-forward-additions", "gated-layer-input",
+    "attention-distance-bias",
 }  # fmt: skip
 UNTRIED = {
     "SelfGatedRMSNorm",
@@ -26,7 +27,6 @@ UNTRIED = {
     "Lifted",
     "LiftedRouter",
     "CrossAttention",  # a model with an encoder is refused
-    "DistanceBiasedAttention",
 }  # none of which is ever cut
 
 
