@@ -2,15 +2,13 @@
 otherwise and may have parts of their own."""
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager
 from dataclasses import replace
-from typing import Any, Protocol
+from typing import Any
 
 from torch import Tensor, nn
 
 from dayzero.onboard.candidates.evidence import literal
 from dayzero.onboard.oracle.calls import Call, Undiscovered
-from dayzero.onboard.prove.block import Attempt
 from dayzero.onboard.prove.proven import (
     NotProven,
     ProvenAgain,
@@ -20,11 +18,11 @@ from dayzero.onboard.prove.proven import (
     ProvenStep,
     Unproven,
 )
+from dayzero.onboard.prove.prover import Prover
 from dayzero.onboard.shrink.shrink import kind_of
 from dayzero.onboard.structure.kept_inputs import is_kept
 from dayzero.onboard.structure.layer_wiring import Again
 from dayzero.onboard.structure.loops import (
-    LoopParts,
     in_pass,
     message_call,
     message_of,
@@ -32,19 +30,6 @@ from dayzero.onboard.structure.loops import (
     with_other_messages,
 )
 from dayzero.onboard.structure.several import SeveralCall
-
-
-class Prover(Protocol):
-    """What proves modules of one reference (`prove_model`)."""
-
-    calls: dict[str, Call]
-    layers: str
-    loop: LoopParts | None
-    unproven: dict[str, Unproven]
-
-    def seeing(self, calls: dict[str, Call], again: Again | None = None) -> AbstractContextManager[None]: ...
-
-    def best(self, roles: tuple[str, ...], path: str, signature: tuple, *, call: Call | None) -> Attempt | None: ...
 
 
 def prove_in_passes(

@@ -1,0 +1,131 @@
+"""Modules of one reference proven, each distinct one once: by a block, or by its own code, copied."""
+
+import contextlib
+import hashlib
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
+
+import torch
+from torch import nn
+
+from dayzero.onboard.candidates import Candidate, Site, site_of
+from dayzero.onboard.candidates.refit import refitted_to
+from dayzero.onboard.lift.lifting import prove_lifted
+from dayzero.onboard.oracle.calls import Call, tensors
+from dayzero.onboard.oracle.reference import text_config
+from dayzero.onboard.prove.block import Attempt, attempt, prove
+from dayzero.onboard.prove.contradiction import contradiction
+from dayzero.onboard.prove.proven import Unproven
+from dayzero.onboard.structure.between_parts import objection
+from dayzero.onboard.structure.discover import ModelParts
+from dayzero.onboard.structure.layer_wiring import Again, LayerParts
+
+
+class Prover:
+    """Proves modules of one reference, each distinct one once. usual: path -> the claim to try before any search."""
+
+    def __init__(
+        self, reference: nn.Module, parts: ModelParts, generator: torch.Generator, tell: Callable[[str], None]
+    ):
+        self.calls, self.config, self.layers = parts.calls, text_config(reference), parts.layers
+        self.generator, self.tell, self.streams, self.loop = generator, tell, parts.streams, parts.loop
+        self.usual: Mapping[str, Candidate] = {}
+        self.attempts: dict[str, list[Attempt]] = {}
+        self.known: dict[tuple, Attempt | None] = {}
+        self.unproven: dict[str, Unproven] = {}
+        self.contradictions: dict[str, str] = {}
+        self.again: Again | None = None
+
+    @contextlib.contextmanager
+    def seeing(self, calls: dict[str, Call], again: Again | None = None) -> Iterator[None]:
+        """With the calls of one pass over layers that run several times."""
+        before = self.calls, self.again
+        self.calls, self.again = calls, again
+        try:
+            yield
+        finally:
+            self.calls, self.again = before
+
+    def best(
+        self, roles: tuple[str, ...], path: str, signature: tuple, joined: bool = False, call: Call | None = None
+    ) -> Attempt | None:
+        """The best block for the module at `path`; None, with the reason in `unproven`, where there is none.
+
+        call: the module as another function of its arguments than of the first one.
+        """
+        key = (roles, signature)
+        if key not in self.known:
+            self.tell(f"proving {path}")
+            site = site_of(self.calls, path if call is None else call.path, self.config)
+            site.call = call or replace(site.call, joined=joined)
+            attempts: list[Attempt] = []
+            survivors: list[Attempt] = []
+            if path in self.usual:
+                claim = refitted_to(self.usual[path], site)
+                attempts = [attempt(claim, site, self.generator, thorough=True, gains=())]
+                survivors = [tried for tried in attempts if tried.proven]
+            for role in () if survivors else roles:
+                verdict = prove(role, site, self.generator)
+                attempts += verdict.attempts
+                survivors = survivors or verdict.survivors
+                if survivors:
+                    break
+            self.attempts[path] = attempts
+            self.known[key] = survivors[0] if survivors else None
+            if not survivors:
+                nearest = sorted(attempts, key=lambda attempt: (not attempt.thorough, attempt.error))[:3]
+                tried = [f"{a.candidate.block}: {a.objection}" for a in nearest]
+                kind = type(self.calls[path].module).__name__
+                why = f"no block reproduces {kind}" if tried else f"no block here is like {kind}"
+                if "ffn" in roles and (wrong := _contradiction(site)):
+                    self.contradictions[path] = why = wrong
+                self.unproven[path] = Unproven(path, why, tried)
+        return self.known[key]
+
+    def beside(self, layer: str, wiring: LayerParts) -> str:
+        """What a layer of which modules were looked into does beside the sums of its wiring; "" for nothing."""
+        paths = (f"{layer}.{unit.path}".rpartition(".")[0] for unit in wiring.units)
+        if not any(path in self.calls for path in paths if path != layer):
+            return ""
+        return objection(self.calls, layer, wiring, self.config, self.generator)
+
+    def lifted(
+        self,
+        path: str,
+        signature: tuple,
+        replace: Mapping[str, Candidate] | None = None,
+        call: Call | None = None,
+    ) -> Attempt | None:
+        """The module's own code, copied, where that is proven to do the same; None, with the reason in `unproven`.
+
+        replace: paths inside it -> what stands there instead.
+        """
+        key = (("lifted", *sorted(replace or {})), signature)
+        if key not in self.known:
+            self.tell(f"lifting {path}")
+            site = site_of(self.calls, path, self.config)
+            site.call = call or site.call
+            made, attempts, why = prove_lifted(site, replace or {}, self.generator)
+            self.attempts.setdefault(path, []).extend(attempts)
+            self.known[key] = made
+            if made is None:
+                before = self.unproven.get(path)
+                tried = [*(before.tried if before else []), *(f"{a.candidate.block}: {a.objection}" for a in attempts)]
+                reason = f"{before.why}, and its own code cannot stand by itself: {why}" if before else why
+                self.unproven[path] = Unproven(path, reason, tried[-3:])
+        return self.known[key]
+
+
+def _contradiction(site: Site) -> str | None:
+    """What is wrong with the reference itself, where that can be said: no block is fitted to it, and of its own code,
+    copied, it is told."""
+    with contextlib.suppress(RuntimeError, ValueError, IndexError, KeyError):
+        return contradiction(site)
+    return None
+
+
+def handed(call: Call) -> tuple[str, ...]:
+    """Digests of the tensors that a module is handed beside its hidden input, such as its mask."""
+    inputs = call.inputs
+    others = [held for held in tensors((call.args, call.kwargs)) if not any(held is one for one in inputs)]
+    return tuple(hashlib.sha256(tensor.detach().resolve_conj().numpy().tobytes()).hexdigest() for tensor in others)
