@@ -8,7 +8,8 @@ from torch import nn
 
 from dayzero.onboard.candidates.evidence import Candidate, Evidence, Site, literal, size
 from dayzero.onboard.candidates.indexer import SeenNorm, number_evidence, seen_norms
-from dayzero.onboard.candidates.latent_attention import held_scales, inside, selectors, window_of
+from dayzero.onboard.candidates.latent_attention import held_scales, window_of
+from dayzero.onboard.candidates.latent_projections import inside, selectors
 from dayzero.onboard.candidates.norm import epsilons
 from dayzero.onboard.oracle.calls import Call, same, tensors
 from dayzero.runtime.weights import Source, Stored

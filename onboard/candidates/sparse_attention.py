@@ -10,7 +10,7 @@ from dayzero.onboard.candidates.attention import AttentionSolver
 from dayzero.onboard.candidates.equality import CLOSE
 from dayzero.onboard.candidates.evidence import Candidate, Evidence, Site
 from dayzero.onboard.candidates.indexer import propose_indexers
-from dayzero.onboard.candidates.latent_attention import selectors
+from dayzero.onboard.candidates.latent_projections import selectors
 from dayzero.onboard.candidates.softmax import watch
 from dayzero.onboard.oracle.calls import same
 
