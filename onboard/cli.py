@@ -1,5 +1,6 @@
 """The command `onboard`: run, inspect, plan, generate, align, check, report."""
 
+import difflib
 import json
 import math
 import re
@@ -22,6 +23,10 @@ class _RunByDefault(TyperGroup):
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         first = next((arg for arg in args if not arg.startswith("-")), None)
         if first is not None and first not in self.commands and not {"--help", "-h"} & set(args[: args.index(first)]):
+            near = difflib.get_close_matches(first, self.commands, 1, 0.75)
+            if near and not Path(first).exists():
+                expected = "a command, or the folder of a checkpoint"
+                raise InputError(first, found="neither", expected=expected, hint=f"Did you mean {near[0]}?")
             args = ["run", *args]
         return super().parse_args(ctx, args)
 

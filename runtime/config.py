@@ -228,11 +228,13 @@ def load_config(base: Path | dict[str, Any] | None, overrides: Iterable[str] = (
     try:
         return TrainConfig.model_validate(tree)
     except ValidationError as error:
-        first = error.errors()[0]
+        first, *others = error.errors()
         key = ".".join(str(part) for part in first["loc"][:2])
+        said = [first["msg"], *(other["msg"] for other in others if other["loc"][:2] == first["loc"][:2])]
+        expected = ", or ".join(dict.fromkeys(message.removeprefix("Value error, ") for message in said))
         where = source.get(key, next((text for name, text in source.items() if name.startswith(f"{key}.")), key))
         found = str(first["input"]) if "." in key else ""
-        raise InputError(where, found=found, expected=first["msg"].removeprefix("Value error, ")) from None
+        raise InputError(where, found=found, expected=expected) from None
 
 
 def fixed(size: int | Literal["auto"]) -> int | None:

@@ -115,6 +115,7 @@ def test_generate_without_a_ladder_is_unverified(onboard, tmp_path):
         (["align", "nowhere"], "no onboard.lock"),
         (["inspect", "nowhere"], "no such folder"),
         (["nowhere"], "no such folder"),
+        (["inspec", "somewhere"], "Did you mean inspect?"),
     ],
 )
 def test_usage_errors_end_with_2(onboard, arguments, says):
