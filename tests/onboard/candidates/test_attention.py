@@ -5,6 +5,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.nn.functional as F
+from strange import Ledge
 from torch import nn
 
 from dayzero.onboard.candidates import site_of
@@ -15,11 +16,6 @@ from dayzero.onboard.prove.block import attempt
 from dayzero.runtime.nn.rotary import Rotary, rotate
 
 H, N, G, D, S = 40, 6, 3, 8, 19
-
-
-class Ledge(SimpleNamespace):
-    def to_dict(self):
-        return vars(self)
 
 
 class Wobble(nn.Module):

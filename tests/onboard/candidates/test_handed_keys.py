@@ -4,6 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from strange import Ledge
 from torch import nn
 
 from dayzero.onboard.candidates import site_of
@@ -13,11 +14,6 @@ from dayzero.onboard.prove.block import attempt, prove
 from dayzero.onboard.structure.token_mixing import mixes_tokens
 
 H, N, G, D, S = 20, 4, 2, 6, 9
-
-
-class Ledge(SimpleNamespace):
-    def to_dict(self):
-        return vars(self)
 
 
 class Look(nn.Module):

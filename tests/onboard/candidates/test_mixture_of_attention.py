@@ -6,6 +6,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.nn.functional as F
+from strange import Ledge
 from torch import nn
 
 from dayzero.onboard.candidates import site_of
@@ -13,11 +14,6 @@ from dayzero.onboard.oracle.calls import record_calls
 from dayzero.onboard.prove.block import prove
 
 H, G, D, E, K, S = 40, 3, 6, 5, 2, 19
-
-
-class Ledge(SimpleNamespace):
-    def to_dict(self):
-        return vars(self)
 
 
 class Basket(nn.Module):

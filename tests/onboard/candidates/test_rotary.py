@@ -1,9 +1,8 @@
 """The formula of every table is found, and only a right one."""
 
-from types import SimpleNamespace
-
 import pytest
 import torch
+from strange import Ledge
 from torch import nn
 
 from dayzero.onboard.candidates.rotary import propose_rotaries, propose_rotary
@@ -11,11 +10,6 @@ from dayzero.onboard.oracle.calls import Call
 from dayzero.runtime.nn.rotary import Rotary
 
 POSITION = torch.arange(9)[None]
-
-
-class Settings(SimpleNamespace):
-    def to_dict(self):
-        return vars(self)
 
 
 class Spin(nn.Module):
@@ -90,7 +84,7 @@ SETTINGS = {
 @pytest.mark.parametrize("kind", SETTINGS)
 def test_every_scaling_is_found_from_its_settings(kind):
     settings, arguments = SETTINGS[kind]
-    config = Settings(head_dim=16, max_position_embeddings=4096, rope_parameters={"rope_theta": 777.0, **settings})
+    config = Ledge(head_dim=16, max_position_embeddings=4096, rope_parameters={"rope_theta": 777.0, **settings})
     module = Spin(8, all=Rotary(16, 777.0, **arguments))
     candidate = propose_rotary(called(module)["spin"], config)
     found = candidate.spec(module, config).arguments
@@ -102,7 +96,7 @@ def test_every_scaling_is_found_from_its_settings(kind):
 
 
 def test_two_kinds_of_layers_have_two_formulas():
-    config = Settings(
+    config = Ledge(
         head_dim=16, rope_parameters={"local": {"rope_theta": 100.0}, "far": {"rope_theta": 5000.0, "factor": 2.0}}
     )
     module = Spin(8, local=Rotary(16, 100.0), far=Rotary(16, 5000.0, "linear", 2.0))
@@ -117,7 +111,7 @@ def test_two_kinds_of_layers_have_two_formulas():
 
 
 def test_an_odd_size_is_a_share_of_the_head():
-    config = Settings(head_dim=16, rope_parameters={"rope_theta": 100.0, "partial_rotary_factor": 0.334})
+    config = Ledge(head_dim=16, rope_parameters={"rope_theta": 100.0, "partial_rotary_factor": 0.334})
     module = Spin(3, all=Rotary(5, 100.0))
     candidate = propose_rotary(called(module)["spin"], config)
     assert candidate.spec(module, config).arguments["dim"] == 5
@@ -126,7 +120,7 @@ def test_an_odd_size_is_a_share_of_the_head():
 
 
 def test_a_base_may_stand_anywhere_in_the_config():
-    config = Settings(head_dim=16, attention=Settings(turn=333.0))
+    config = Ledge(head_dim=16, attention=Ledge(turn=333.0))
     module = Spin(8, all=Rotary(16, 333.0))
     candidate = propose_rotary(called(module)["spin"], config)
     assert candidate.arguments["theta"].label == "config attention.turn"
@@ -139,7 +133,7 @@ def test_a_table_that_is_wrong_far_away_has_no_formula(offset):
             cos, sin = super().forward(x, position)
             return (cos, sin) if int(position.max()) < offset else (cos.flip(-1), sin.flip(-1))
 
-    config = Settings(head_dim=16, rope_parameters={"rope_theta": 100.0})
+    config = Ledge(head_dim=16, rope_parameters={"rope_theta": 100.0})
     module = Bent(8, all=Rotary(16, 100.0))
     calls = called(module)
     assert propose_rotary(calls["spin"], config) is None
@@ -147,7 +141,7 @@ def test_a_table_that_is_wrong_far_away_has_no_formula(offset):
 
 
 def test_a_table_that_nobody_makes_is_explained_where_it_is_handed():
-    config = Settings(head_dim=16, rope_parameters={"rope_theta": 100.0})
+    config = Ledge(head_dim=16, rope_parameters={"rope_theta": 100.0})
     hidden = torch.zeros(1, 9, 4, dtype=torch.float64)
     pair = Spin(8, all=Rotary(16, 100.0))(hidden, POSITION)
     (found,), unknown = propose_rotaries({"layer": Call("layer", nn.Identity(), (hidden, pair), {}, hidden)}, config)
@@ -169,7 +163,7 @@ class Stretched(Spin):
 
 
 def test_frequencies_that_are_trained_are_parameters_of_the_table():
-    config = Settings(head_dim=16, rope_parameters={"rope_theta": 100.0})
+    config = Ledge(head_dim=16, rope_parameters={"rope_theta": 100.0})
     module = Stretched(torch.exp)
     candidate = propose_rotary(called(module)["spin"], config)
     assert candidate.spec(module, config).arguments == {
@@ -180,7 +174,7 @@ def test_frequencies_that_are_trained_are_parameters_of_the_table():
 
 
 def test_frequencies_that_are_trained_otherwise_have_no_formula():
-    config = Settings(head_dim=16, rope_parameters={"rope_theta": 100.0})
+    config = Ledge(head_dim=16, rope_parameters={"rope_theta": 100.0})
     # The same values here, at this draw, and other gradients.
     fixed = torch.linspace(-0.2, 0.3, 8, dtype=torch.float64).exp()
     module = Stretched(lambda bend: fixed + (bend - bend.detach()))

@@ -4,6 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from strange import Ledge
 from torch import nn
 
 from dayzero.onboard.candidates import site_of
@@ -17,11 +18,6 @@ from dayzero.runtime.weights import Stored
 
 H, P, V = 12, 5, 17
 IDS = torch.randint(0, V, (2, 7), generator=torch.Generator().manual_seed(0))
-
-
-class Held(SimpleNamespace):
-    def to_dict(self):
-        return vars(self)
 
 
 class Calm(nn.Module):
@@ -53,7 +49,7 @@ class Tier(nn.Module):
 class Tower(nn.Module):
     def __init__(self, twist="", share=1.0):
         super().__init__()
-        self.config, self.share, self.before = Held(spread=7.0), share, H**-0.5
+        self.config, self.share, self.before = Ledge(spread=7.0), share, H**-0.5
         self.glyphs, self.marks = nn.Embedding(V, H), nn.Embedding(V, 3 * P)
         self.spread, self.calm = nn.Linear(H, 3 * P, bias=False), Calm(P)
         self.tiers = nn.ModuleList(Tier(twist) for _ in range(3))
