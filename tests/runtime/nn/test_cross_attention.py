@@ -1,30 +1,27 @@
 """Every token of a document sees the whole source of that document, and no other."""
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
+from drawn import context_for, drawn
 
 from dayzero.runtime.nn import CrossAttention
-from dayzero.runtime.nn.context import Context, Source, positions_of
+from dayzero.runtime.nn.context import Source
 
 H, WIDE = 10, 14
 
 
 def block(bias=True):
-    torch.manual_seed(0)
-    made = CrossAttention(H, WIDE, 3, 4, 0.7, bias=bias, output_bias=bias).double()
-    for parameter in made.parameters():
-        parameter.data.normal_(std=0.4)
-    return made
+    return drawn(CrossAttention(H, WIDE, 3, 4, 0.7, bias=bias, output_bias=bias))
 
 
 def context(lengths, source=None):
-    bounds = torch.tensor([0, *torch.tensor(lengths).cumsum(0).tolist()])
-    return Context(bounds, tuple(lengths), positions_of(tuple(lengths), bounds.device), source=source)
+    return replace(context_for(*lengths), source=source)
 
 
-def drawn(rows, width, seed):
+def inputs(rows, width, seed):
     return torch.randn(rows, width, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
 
@@ -44,7 +41,7 @@ def by_hand(made, x, states):
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize(("lengths", "sources"), [((3, 5), (2, 6)), ((4, 4), (3, 3)), ((1, 0, 2), (5, 2, 1))])
 def test_documents_look_at_their_own_source(lengths, sources, bias):
-    made, x, states = block(bias), drawn(sum(lengths), H, 1), drawn(sum(sources), WIDE, 2)
+    made, x, states = block(bias), inputs(sum(lengths), H, 1), inputs(sum(sources), WIDE, 2)
     got = made(x, context(lengths, Source(states, sources)))
     parts = zip(x.split(lengths), states.split(sources), strict=True)
     want = torch.cat([by_hand(made, one, other) for one, other in parts])
@@ -52,22 +49,22 @@ def test_documents_look_at_their_own_source(lengths, sources, bias):
 
 
 def test_a_document_without_a_source_gathers_nothing():
-    made, x, states = block(bias=False), drawn(3, H, 1), drawn(2, WIDE, 2)
+    made, x, states = block(bias=False), inputs(3, H, 1), inputs(2, WIDE, 2)
     got = made(x, context((1, 2), Source(states, (2, 0))))
     assert got[1:].tolist() == [[0.0] * H] * 2
     assert math.isfinite(float(got.detach().sum()))
 
 
 def test_gradients_reach_the_source():
-    made, x, states = block(), drawn(4, H, 1), drawn(5, WIDE, 2).requires_grad_(True)
+    made, x, states = block(), inputs(4, H, 1), inputs(5, WIDE, 2).requires_grad_(True)
     made(x, context((2, 2), Source(states, (2, 3))))[:2].sum().backward()
     assert bool(states.grad[:2].any())
     assert not bool(states.grad[2:].any())
 
 
 def test_what_is_missing_is_said():
-    made, x = block(), drawn(4, H, 1)
+    made, x = block(), inputs(4, H, 1)
     with pytest.raises(ValueError, match="no encoder"):
         made(x, context((2, 2)))
     with pytest.raises(ValueError, match="2 documents have 1 sources"):
-        made(x, context((2, 2), Source(drawn(3, WIDE, 2), (3,))))
+        made(x, context((2, 2), Source(inputs(3, WIDE, 2), (3,))))

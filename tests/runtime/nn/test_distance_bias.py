@@ -2,30 +2,21 @@
 
 import pytest
 import torch
+from drawn import context_for, drawn
 from transformers.models.t5.modeling_t5 import T5Attention
 
 from dayzero.runtime.nn import DistanceBiasedAttention, GroupedQueryAttention
-from dayzero.runtime.nn.context import Context, positions_of
 from dayzero.runtime.nn.distance_bias import BIAS, bucket_of
 
 H, HEADS = 10, 3
 
 
 def block(buckets=None, causal=True, both_ways=False, seed=0):
-    torch.manual_seed(seed)
     attention = GroupedQueryAttention(H, HEADS, HEADS, 4, 1.0, rotary=None, causal=causal)
-    made = DistanceBiasedAttention(attention, buckets, 20, both_ways).double()
-    for parameter in made.parameters():
-        parameter.data.normal_(std=0.4)
-    return made
+    return drawn(DistanceBiasedAttention(attention, buckets, 20, both_ways), seed)
 
 
-def context(lengths):
-    bounds = torch.tensor([0, *torch.tensor(lengths).cumsum(0).tolist()])
-    return Context(bounds, tuple(lengths), positions_of(tuple(lengths), bounds.device))
-
-
-def drawn(rows):
+def inputs(rows):
     return torch.randn(rows, H, generator=torch.Generator().manual_seed(rows), dtype=torch.float64)
 
 
@@ -44,8 +35,8 @@ def test_buckets_are_those_of_t5(buckets, farthest, both_ways, dtype, monkeypatc
 
 @pytest.mark.parametrize(("causal", "both_ways"), [(True, False), (False, True)])
 def test_scores_have_the_bias_of_their_distance(causal, both_ways):
-    made, x = block(14, causal, both_ways), drawn(9)
-    got = made(x, context([9]))
+    made, x = block(14, causal, both_ways), inputs(9)
+    got = made(x, context_for(9))
     age = torch.arange(9)[:, None] - torch.arange(9)
     bias = made.table[bucket_of(age, 14, 20, both_ways, torch.float64)].permute(2, 0, 1)
     q, k, v = (
@@ -59,14 +50,14 @@ def test_scores_have_the_bias_of_their_distance(causal, both_ways):
 
 
 def test_later_layers_read_what_the_first_has_left_and_train_it():
-    first, later, x = block(14), block(None, seed=1), drawn(11)
-    shared = context([4, 7])
+    first, later, x = block(14), block(None, seed=1), inputs(11)
+    shared = context_for(4, 7)
     first(x, shared)
     assert shared.shared[BIAS].shape == (13, HEADS)
     out = later(x, shared)
     parts = []
     for rows in (x[:4], x[4:]):
-        alone = context([len(rows)])
+        alone = context_for(len(rows))
         first(rows, alone)
         parts.append(later(rows, alone))
     torch.testing.assert_close(out, torch.cat(parts), rtol=1e-12, atol=1e-12)
@@ -77,4 +68,4 @@ def test_later_layers_read_what_the_first_has_left_and_train_it():
 
 def test_without_a_first_layer_it_says_so():
     with pytest.raises(ValueError, match="none has left one"):
-        block(None)(drawn(3), context([3]))
+        block(None)(inputs(3), context_for(3))
