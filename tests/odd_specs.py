@@ -11,6 +11,7 @@ from typing import Any
 from dayzero.runtime.spec import CheckpointId, ModelSpec
 
 FOLDER = Path(__file__).parent / "data" / "specs"
+NO_CHECKPOINT = CheckpointId(architecture="", config_sha256="", headers_sha256="", tensors=0, bytes=0, dtypes={})
 NAMES = {file.stem for file in FOLDER.glob("*.json")}
 
 
@@ -39,9 +40,8 @@ def main(names: list[str]) -> None:
 
     from dayzero.onboard.specify import specify
 
-    nothing = {"architecture": "", "config_sha256": "", "headers_sha256": "", "tensors": 0, "bytes": 0, "dtypes": {}}
     for name in names:
-        write(specify(families.config(name), CheckpointId.model_validate(nothing), name).spec)
+        write(specify(families.config(name), NO_CHECKPOINT, name).spec)
 
 
 if __name__ == "__main__":

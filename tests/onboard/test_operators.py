@@ -7,7 +7,7 @@ import torch
 from dayzero.kernels.registry import standing_in
 from dayzero.onboard.operators import operator_calls
 from dayzero.runtime.nn.causal_lm import initialise
-from dayzero.runtime.spec import BlockSpec, CheckpointId, LayerKind, LayerRun, ModelSpec
+from dayzero.runtime.spec import BlockSpec, LayerKind, LayerRun, ModelSpec
 
 
 def sizes(spec):
@@ -36,6 +36,23 @@ def _shape(size):
     return (size["experts"], size["rows"], size["columns"]) if "experts" in size else (size["width"],)
 
 
+def model_of(norm, kinds, **more):
+    """Five layers of each kind, the last kind first."""
+    runs = [LayerRun(first=5 * place, count=5, kind=kind) for place, kind in enumerate(reversed(range(len(kinds))))]
+    return ModelSpec(
+        name="made",
+        checkpoint=odd_specs.NO_CHECKPOINT,
+        vocabulary=11,
+        hidden=16,
+        tied=True,
+        layer_kinds=kinds,
+        layers=runs,
+        norm=norm,
+        rules=[],
+        **more,
+    )
+
+
 def test_constants_of_norms_and_gates_are_told_apart():
     norm = BlockSpec(block="RMSNorm", arguments={"width": 16, "eps": 1e-5, "offset": 1.0})
     bare = BlockSpec(block="RMSNorm", arguments={"width": 16, "eps": 1e-6, "scaled": False})
@@ -48,18 +65,7 @@ def test_constants_of_norms_and_gates_are_told_apart():
         block="GroupedQueryAttention",
         arguments={"hidden": 16, "heads": 2, "kv_heads": 1, "head_dim": 8, "scale": 0.3, "rotary": None},
     )
-    identity = {"architecture": "", "config_sha256": "", "headers_sha256": "", "tensors": 0, "bytes": 0, "dtypes": {}}
-    spec = ModelSpec(
-        name="two",
-        checkpoint=CheckpointId.model_validate(identity),
-        vocabulary=11,
-        hidden=16,
-        tied=True,
-        layer_kinds=[LayerKind.pre_norm(norm, attention, bare, ffn) for ffn in feed_forwards],
-        layers=[LayerRun(first=0, count=5, kind=1), LayerRun(first=5, count=5, kind=0)],
-        norm=norm,
-        rules=[],
-    )
+    spec = model_of(norm, [LayerKind.pre_norm(norm, attention, bare, ffn) for ffn in feed_forwards])
     assert sizes(spec) == {
         "rms_norm": [
             {"width": 16, "eps": 1e-5, "offset": 1.0},
@@ -88,17 +94,5 @@ def test_copied_code_that_looks_at_values_is_passed_over():
     norm = BlockSpec(block="RMSNorm", arguments={"width": 16, "eps": 1e-5})
     copied = {"module": "Picky", "settings": {"width": 16}, "handed": {"x": "hidden"}, "tables": [], "together": True}
     kind = LayerKind.pre_norm(norm, norm, norm, BlockSpec(block="Lifted", arguments=copied))
-    identity = {"architecture": "", "config_sha256": "", "headers_sha256": "", "tensors": 0, "bytes": 0, "dtypes": {}}
-    spec = ModelSpec(
-        name="picky",
-        checkpoint=CheckpointId.model_validate(identity),
-        vocabulary=11,
-        hidden=16,
-        tied=True,
-        layer_kinds=[kind],
-        layers=[LayerRun(first=0, count=2, kind=0)],
-        norm=norm,
-        rules=[],
-        lifted=COPIED,
-    )
-    assert {name: {size["width"] for size in held} for name, held in sizes(spec).items()} == {"rms_norm": {16}}
+    called = sizes(model_of(norm, [kind], lifted=COPIED))
+    assert {name: {size["width"] for size in held} for name, held in called.items()} == {"rms_norm": {16}}

@@ -6,6 +6,7 @@ import pytest
 import strange
 import tiny
 import torch
+from odd_specs import NO_CHECKPOINT
 
 from dayzero.onboard.candidates import site_of
 from dayzero.onboard.candidates.evidence import literal
@@ -15,9 +16,7 @@ from dayzero.onboard.prove.block import attempt, prove, relative_error
 from dayzero.onboard.prove.model import prove_model
 from dayzero.onboard.prove.proven import NotProven
 from dayzero.onboard.shrink.shrink import SEQUENCE
-from dayzero.runtime.spec import CheckpointId
 
-IDENTITY = CheckpointId(architecture="A", config_sha256="", headers_sha256="", tensors=0, bytes=0, dtypes={})
 SMALL = {"vocab_size": 131, "hidden_size": 48, "num_attention_heads": 6, "num_key_value_heads": 3, "head_dim": 14}
 
 
@@ -44,7 +43,7 @@ def proof(model):
 
 
 def our_logits(model, proven):
-    spec = specification_of(model, model.config, proven, list(range(len(proven.layers))), IDENTITY, "x")
+    spec = specification_of(model, model.config, proven, list(range(len(proven.layers))), NO_CHECKPOINT, "x")
     ours = spec.build().double()
     load_reference(ours, model, proven)
     ids = ids_for(131)

@@ -4,6 +4,7 @@ import functools
 
 import pytest
 import torch
+from odd_specs import NO_CHECKPOINT
 from zoo import families
 
 from dayzero.onboard.candidates import site_of
@@ -19,13 +20,9 @@ from dayzero.onboard.shrink.shrink import shrink_model
 from dayzero.onboard.structure.discover import discover
 from dayzero.onboard.structure.encoder import by_stack
 from dayzero.runtime.nn.distance_bias import BIAS
-from dayzero.runtime.spec import CheckpointId
 from dayzero.runtime.weights import Stored
 
 IDS = torch.randint(3, 120, (2, 24), generator=torch.Generator().manual_seed(1))
-IDENTITY = CheckpointId(
-    architecture="x", config_sha256="0" * 64, headers_sha256="0" * 64, tensors=0, bytes=0, dtypes={}
-)  # fmt: skip
 
 
 def model_of(family, **changes):
@@ -78,7 +75,7 @@ def test_layers_of_both_stacks_are_proven_and_their_experts_are_ours():
     assert blocks(routed) == ["mixer DistanceBiasedAttention", "cross CrossAttention", "ffn MixtureOfExperts"]
     assert [blocks(layer)[-1] for layer in made.encoder.layers] == ["ffn FeedForward", "ffn MixtureOfExperts"]
     assert made.contradictions == {}
-    spec = specification_of(model, reference.text_config(model), made, [0, 1], IDENTITY, "x")
+    spec = specification_of(model, reference.text_config(model), made, [0, 1], NO_CHECKPOINT, "x")
     own, later = (layer.blocks["mixer"].arguments for layer in spec.stacks()["encoder.layers"])
     assert (own["buckets"], own["max_distance"], own["both_ways"]) == (32, 128, True)
     assert "buckets" not in later
@@ -96,7 +93,7 @@ def test_experts_that_contradict_their_router_are_copied_and_told_of():
     assert [blocks(layer)[-1] for layer in made.layers] == ["ffn FeedForward", "ffn Lifted"]
     assert made.contradictions.keys() == {"model.decoder.layers.1.ffn", "model.encoder.layers.1.ffn"}
     assert all("the reference contradicts itself" in said for said in made.contradictions.values())
-    spec = specification_of(model, reference.text_config(model), made, [0, 1], IDENTITY, "x")
+    spec = specification_of(model, reference.text_config(model), made, [0, 1], NO_CHECKPOINT, "x")
     assert spec.positions.arguments == spec.encoder.positions.arguments
     assert {"width": 80, "first": 1, "padding": 0}.items() <= spec.positions.arguments.items()
 
