@@ -35,8 +35,13 @@ NAMES = {
 
 def write(checkpoint: Path, folder: Path) -> Path:
     """Writes the package of `checkpoint`, which tests/tiny.py made, to `folder` and returns it."""
+    return write_package(specify(checkpoint), checkpoint, folder)
+
+
+def write_package(spec: ModelSpec, checkpoint: Path, folder: Path) -> Path:
+    """The same for any checkpoint, by its specification."""
     folder.mkdir(parents=True)
-    (folder / "spec.json").write_text(specify(checkpoint).model_dump_json(indent=1))
+    (folder / "spec.json").write_text(spec.model_dump_json(indent=1))
     (folder / "model.py").write_text(MODEL)
     (folder / "weights.py").write_text(WEIGHTS)
     (folder / "checkpoint").symlink_to(checkpoint.resolve(), target_is_directory=True)

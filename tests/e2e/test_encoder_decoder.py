@@ -1,21 +1,14 @@
 """A decoder with an encoder beside it through onboarding, training, and back to the source's own names."""
 
-import json
-import random
-
-import handmade
 import harness
 import pytest
 import ranks
-import tiny
 import torch
+from examples import write_examples
 from safetensors.torch import load_file
 from transformers import AutoModelForSeq2SeqLM
-from zoo import families
-from zoo.conformance import write_checkpoint
+from zoo import trainable
 
-from dayzero.onboard.agent import specify_checkpoint
-from dayzero.onboard.checkpoint import read_checkpoint
 from dayzero.runtime import launch
 from dayzero.runtime.errors import InputError
 from dayzero.runtime.export import export
@@ -25,7 +18,6 @@ from dayzero.runtime.package import load_package
 from dayzero.runtime.safetensors_reader import TensorsReader
 from dayzero.runtime.weights import bind
 
-WORDS = ["the", "cat", "sat", "on", "a", "mat", "and", "saw", "an", "old", "dog"]
 SETTINGS = ["data.max_length=64", "data.tokens_per_rank=64", "log.tensorboard=false", "train.precision=fp32"]
 SETTINGS += ["optimizer.lr=1e-2", "optimizer.warmup=1", "optimizer.clip=1e6", "train.mode=full"]
 
@@ -33,25 +25,8 @@ SETTINGS += ["optimizer.lr=1e-2", "optimizer.warmup=1", "optimizer.clip=1e6", "t
 @pytest.fixture(scope="module")
 def package(tmp_path_factory):
     folder = tmp_path_factory.mktemp("encoder")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(families.SIZES, "vocab_size", tiny.VOCABULARY)
-        checkpoint = write_checkpoint("switch_transformers", folder / "checkpoint")
-    tiny.load("demo/checkpoint.py").tiny_tokenizer(tiny.VOCABULARY).save_pretrained(checkpoint)
-    specification, ledger = specify_checkpoint(read_checkpoint(checkpoint), "switch", {}, lambda line: None)
-    assert ledger.unaccounted == []
-    made = folder / "package"
-    made.mkdir()
-    (made / "spec.json").write_text(specification.spec.model_dump_json())
-    (made / "model.py").write_text(handmade.MODEL)
-    (made / "weights.py").write_text(handmade.WEIGHTS)
-    (made / "checkpoint").symlink_to(checkpoint)
-    draw = random.Random(0)
-    with (folder / "data.jsonl").open("w") as stream:
-        for _ in range(30):
-            question, answer = (" ".join(draw.choices(WORDS, k=draw.randint(2, 9))) for _ in range(2))
-            messages = [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
-            stream.write(json.dumps({"messages": messages}) + "\n")
-    return made
+    write_examples(folder / "data.jsonl", 30, seed=0)
+    return trainable.package("switch_transformers", folder)
 
 
 def train(package, run, world, *settings):
@@ -89,7 +64,7 @@ def test_ranks_that_share_experts_get_the_gradients_of_one(package):
     case = {"layout": (1, 3, 3), "recomputed": True}
     for result in harness.run(ranks.expert_parallel, 3, {"encoder": (package, case)}, timeout=120):
         errors = result["encoder"]
-        assert max(errors["loss"], errors["gradients"], errors["norm"]) <= 1e-9, errors["where"]
+        assert all(errors[of] <= 1e-9 for of in ("loss", "gradients", "norm")), errors["where"]
 
 
 def test_ranks_cannot_share_its_batch(package, tmp_path):

@@ -1,27 +1,19 @@
 """Families of unusual layers through training and export: adapters that PEFT loads, indexers with their own loss."""
 
-import json
-import random
-
-import handmade
 import pytest
-import tiny
 import torch
+from examples import write_examples
 from peft import PeftModel
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
-from zoo import families
-from zoo.conformance import write_checkpoint
+from zoo import trainable
 
-from dayzero.onboard.agent import specify_checkpoint
-from dayzero.onboard.checkpoint import read_checkpoint
 from dayzero.runtime import launch
 from dayzero.runtime.errors import InputError
 from dayzero.runtime.export import export
 from dayzero.runtime.job import prepare
 from dayzero.runtime.metrics import read_metrics
 
-WORDS = ["the", "cat", "sat", "on", "a", "mat", "and", "saw", "an", "old", "dog"]
 SETTINGS = ["data.max_length=64", "data.tokens_per_rank=64", "log.tensorboard=false", "train.precision=fp32"]
 SETTINGS += ["optimizer.lr=1e-2", "optimizer.warmup=1", "optimizer.clip=1e6", "train.steps=3"]
 LINEARS = {
@@ -33,35 +25,14 @@ LINEARS = {
 @pytest.fixture(scope="module")
 def made(tmp_path_factory):
     folder = tmp_path_factory.mktemp("odd")
-    draw = random.Random(0)
-    with (folder / "data.jsonl").open("w") as stream:
-        for _ in range(30):
-            question, answer = (" ".join(draw.choices(WORDS, k=draw.randint(2, 9))) for _ in range(2))
-            messages = [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
-            stream.write(json.dumps({"messages": messages}) + "\n")
+    data = write_examples(folder / "data.jsonl", 30, seed=0)
     packages = {}
 
     def package(family):
         if family not in packages:
-            packages[family] = _package(family, folder / family)
-        return packages[family], folder / "data.jsonl"
+            packages[family] = trainable.package(family, folder / family)
+        return packages[family], data
 
-    return package
-
-
-def _package(family, folder):
-    """A package whose checkpoint has room for the words of the tokenizer of tests/tiny.py."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(families.SIZES, "vocab_size", tiny.VOCABULARY)
-        checkpoint = write_checkpoint(family, folder / "checkpoint")
-    tiny.load("demo/checkpoint.py").tiny_tokenizer(tiny.VOCABULARY).save_pretrained(checkpoint)
-    specification, _ = specify_checkpoint(read_checkpoint(checkpoint), family, {}, lambda line: None)
-    package = folder / "package"
-    package.mkdir()
-    (package / "spec.json").write_text(specification.spec.model_dump_json())
-    (package / "model.py").write_text(handmade.MODEL)
-    (package / "weights.py").write_text(handmade.WEIGHTS)
-    (package / "checkpoint").symlink_to(checkpoint)
     return package
 
 

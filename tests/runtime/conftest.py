@@ -1,25 +1,11 @@
 """A tiny Mixtral, its hand-written package, and two files of examples, made once."""
 
-import json
-import random
-from pathlib import Path
 from types import SimpleNamespace
 
 import handmade
 import pytest
 import tiny
-
-WORDS = ["the", "cat", "sat", "on", "a", "mat", "and", "saw", "an", "old", "dog", "run", "after", "its", "tail"]
-
-
-def write_examples(file: Path, rows: int, seed: int) -> Path:
-    draw = random.Random(seed)
-    with file.open("w") as stream:
-        for _ in range(rows):
-            question, answer = (" ".join(draw.choices(WORDS, k=draw.randint(2, 9))) for _ in range(2))
-            messages = [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
-            stream.write(json.dumps({"messages": messages}) + "\n")
-    return file
+from examples import write_examples
 
 
 @pytest.fixture(scope="session")
