@@ -64,7 +64,7 @@ def _same(block: Any, call: Call, ids: Tensor, other: Tensor) -> bool:
     def swap(value: Any) -> Any:
         return other if isinstance(value, Tensor) and value.shape == ids.shape and torch.equal(value, ids) else value
 
-    args, kwargs = tuple(map(swap, call.args)), {name: swap(value) for name, value in call.kwargs.items()}
+    args, kwargs = call.arguments(swap)
     if not any(value is other for value in tensors((args, kwargs))):
         return False
     with torch.no_grad():

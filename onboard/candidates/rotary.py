@@ -108,10 +108,9 @@ def _moved(call: Call, position: Tensor, index: int) -> Iterator[tuple[Tensor, T
     """What the call gives for positions far away, and at last again for its own: some tables remember a length."""
     for offset in (*_OFFSETS, 0):
         replaced = {id(value): value + offset for value in tensors((call.args, call.kwargs)) if _is_position(value)}
-        args = tuple(replaced.get(id(value), value) for value in call.args)
-        kwargs = {name: replaced.get(id(value), value) for name, value in call.kwargs.items()}
+        swapped = call.arguments(lambda value, replaced=replaced: replaced.get(id(value), value))
         with torch.no_grad():
-            output = call.replay_exactly(args, kwargs)
+            output = call.replay_exactly(*swapped)
         made = list(tables_in(output, *position.shape))
         if len(made) <= index:  # at such a position two columns may agree that do not agree elsewhere
             return

@@ -23,9 +23,8 @@ class RoutingCall(Call):
         return _matrix(self.output, self.experts)
 
     def replay(self, hidden: Tensor) -> Tensor:
-        args = tuple(hidden if value is self.hidden else value for value in self.args)
-        kwargs = {name: hidden if value is self.hidden else value for name, value in self.kwargs.items()}
-        return _matrix(self.replay_exactly(args, kwargs), self.experts)
+        swapped = self.arguments(lambda value: hidden if value is self.hidden else value)
+        return _matrix(self.replay_exactly(*swapped), self.experts)
 
 
 def routing_call(call: Call, experts: int) -> RoutingCall | None:

@@ -1,7 +1,7 @@
 """The calls of a reference's modules as they were: arguments, outputs, and each module again as a pure function."""
 
 import copy
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -60,9 +60,11 @@ class Call:
                 return hidden
             return value
 
-        args = tuple(swap(value) for value in self.args)
-        kwargs = {name: swap(value) for name, value in self.kwargs.items()}
-        return self._result(self.replay_exactly(args, kwargs))
+        return self._result(self.replay_exactly(*self.arguments(swap)))
+
+    def arguments(self, change: Callable[[Any], Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """The arguments, each as `change` makes it, in order: what `replay_exactly` is called with."""
+        return tuple(map(change, self.args)), {name: change(value) for name, value in self.kwargs.items()}
 
     @property
     def inputs(self) -> list[Tensor]:

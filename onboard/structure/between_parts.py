@@ -72,10 +72,9 @@ def _of_values(call: Call, wiring: LayerParts, alone: Mapping[str, Tensor], gene
             for name, held in alone.items()
         }
         given = {id(call.hidden): hidden, **{id(held): kept[name] for name, held in alone.items()}}
-        args = tuple(given.get(id(value), value) for value in call.args)
-        kwargs = {name: given.get(id(value), value) for name, value in call.kwargs.items()}
         with _Cut(call, units) as cut:
-            result = floats(call.replay_exactly(args, kwargs))[0] if alone else call.replay(hidden)
+            swapped = call.arguments(lambda value, given=given: given.get(id(value), value))
+            result = floats(call.replay_exactly(*swapped))[0] if alone else call.replay(hidden)
         leaves = {"x": hidden, **kept, **cut.given}
         sums = _Sums(call.module, wiring, leaves, generator)
         for unit in wiring.units:

@@ -94,8 +94,7 @@ def _stands_alone(chain: ChainCall, layer: Call) -> bool:
     """Whether the chain gives the same whatever the layer reads, and something else for what its first child reads."""
     wave = 0.1 * torch.cos(torch.arange(layer.hidden.numel())).reshape(layer.hidden.shape)
     moved = layer.hidden + wave
-    args = tuple(moved if value is layer.hidden else value for value in layer.args)
-    kwargs = {name: moved if value is layer.hidden else value for name, value in layer.kwargs.items()}
+    args, kwargs = layer.arguments(lambda value: moved if value is layer.hidden else value)
     with torch.no_grad():
         kept = replace(chain, args=args, kwargs=kwargs).replay(chain.hidden)
         return same(kept, chain.result) and not same(chain.replay(chain.hidden + wave), chain.result)

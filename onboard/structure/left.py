@@ -108,8 +108,7 @@ def handed_heads(call: Call, after: bool = False) -> dict[str, tuple[Tensor, Ten
         held = value
         if after:
             held = dict(value)
-            args = tuple(held if a is value else a for a in call.args)
-            kwargs = {name: held if a is value else a for name, a in call.kwargs.items()}
+            args, kwargs = call.arguments(lambda other, value=value, held=held: held if other is value else other)
             with torch.no_grad(), Promote():
                 call.module(*args, **kwargs)
         for name, pair in held.items():
@@ -157,7 +156,5 @@ def left_with_first_token_moved(call: Call) -> tuple[tuple[Any, ...], dict[str, 
         changed[:, :, 0] += 1.0
         return changed
 
-    changes = {id(value): moved(value) for value in [*call.args, *call.kwargs.values()] if isinstance(value, Mapping)}
-    args = tuple(changes.get(id(value), value) for value in call.args)
-    kwargs = {name: changes.get(id(value), value) for name, value in call.kwargs.items()}
-    return (args, kwargs) if found else None
+    arguments = call.arguments(lambda value: moved(value) if isinstance(value, Mapping) else value)
+    return arguments if found else None

@@ -166,7 +166,7 @@ def with_other_messages(calls: Mapping[str, Call], layer: str, message: Tensor) 
     def changed(value: Any) -> Any:
         return other if isinstance(value, Tensor) and value.ndim == 4 and equal(value, message) else value
 
-    args, kwargs = tuple(map(changed, call.args)), {name: changed(value) for name, value in call.kwargs.items()}
+    args, kwargs = call.arguments(changed)
     seen, output = record_inside(call, args, kwargs)
     made = {path: held for path, held in calls.items() if not f"{path}.".startswith(f"{layer}.")}
     made |= by_use(seen)
