@@ -4,13 +4,8 @@ import pytest
 import torch
 from torch import nn
 
-from dayzero.onboard.candidates import Candidate
-from dayzero.onboard.candidates.evidence import literal
 from dayzero.onboard.oracle.calls import Call, Undiscovered
-from dayzero.onboard.prove.block import Attempt
-from dayzero.onboard.prove.loop import both_passes
-from dayzero.onboard.prove.proven import NotProven, ProvenLayer, ProvenPart
-from dayzero.onboard.structure.layer_wiring import Again, Unit, layer_parts
+from dayzero.onboard.structure.layer_wiring import Again, layer_parts
 from dayzero.onboard.structure.loops import (
     LoopParts,
     in_pass,
@@ -170,23 +165,3 @@ def test_the_maker_of_messages_is_asked_for_all_layers_and_about_more_states(cal
     want = [(states @ query.T).softmax(2).transpose(2, 3) @ states for query in call.module.get_parameter("query")]
     assert torch.allclose(call.result, torch.cat([made.flatten(2) for made in want], -1), rtol=1e-12)
     assert torch.allclose(call.replay(call.hidden), call.result, rtol=1e-12)
-
-
-def part(name, path, block="RMSNorm"):
-    unit = Unit(name, path, "norm", {"x": 1.0})
-    return ProvenPart(unit, Attempt(Candidate(block, {}, {}), 0.0, ""), {"x": literal(1.0, "")}, [])
-
-
-def test_one_layer_of_two_passes():
-    first = ProvenLayer([part("norm", "a"), part("ffn", "b")], {})
-    later = ProvenLayer([part("norm", "gate", "MessageGate"), part("norm_2", "a"), part("ffn", "b")], {})
-    again = both_passes("layers.1", first, later).again
-    assert again is not None
-    assert [(step.name, step.part) for step in again.steps] == [
-        ("norm", "norm_2"),
-        ("norm_2", "norm"),
-        ("ffn", "ffn"),
-    ]
-    assert [held.unit.name for held in again.parts] == ["norm_2"]
-    with pytest.raises(NotProven, match=r"layers\.1\.a: it is one block in the first pass and another in later ones"):
-        both_passes("layers.1", first, ProvenLayer([part("norm", "a", "LayerNorm")], {}))
