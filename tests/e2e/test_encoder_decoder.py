@@ -18,6 +18,8 @@ from dayzero.runtime.package import load_package
 from dayzero.runtime.safetensors_reader import TensorsReader
 from dayzero.runtime.weights import bind
 
+pytestmark = pytest.mark.slow
+
 SETTINGS = ["data.max_length=64", "data.tokens_per_rank=64", "log.tensorboard=false", "train.precision=fp32"]
 SETTINGS += ["optimizer.lr=1e-2", "optimizer.warmup=1", "optimizer.clip=1e6", "train.mode=full"]
 
@@ -59,7 +61,6 @@ def test_it_trains_and_goes_back_under_its_own_names(package, tmp_path):
     assert (got - theirs).norm() <= 1e-5 * theirs.norm()
 
 
-@pytest.mark.slow
 def test_ranks_that_share_experts_get_the_gradients_of_one(package):
     case = {"layout": (1, 3, 3), "recomputed": True}
     for result in harness.run(ranks.expert_parallel, 3, {"encoder": (package, case)}, timeout=120):

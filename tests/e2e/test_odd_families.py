@@ -14,6 +14,8 @@ from dayzero.runtime.export import export
 from dayzero.runtime.job import prepare
 from dayzero.runtime.metrics import read_metrics
 
+pytestmark = pytest.mark.slow
+
 SETTINGS = ["data.max_length=64", "data.tokens_per_rank=64", "log.tensorboard=false", "train.precision=fp32"]
 SETTINGS += ["optimizer.lr=1e-2", "optimizer.warmup=1", "optimizer.clip=1e6", "train.steps=3"]
 LINEARS = {
