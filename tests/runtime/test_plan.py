@@ -394,18 +394,21 @@ def test_heads_that_cannot_be_dealt_out_leave_it_to_cp(large):
     mixer = block("GroupedQueryAttention", **arguments)
     norm = large.norm
     kinds = [LayerKind.pre_norm(norm, mixer, norm, kind.blocks["ffn"]) for kind in large.layer_kinds]
-    fields = {name: getattr(large, name) for name in ModelSpec.model_fields}
-    plan = make_plan(ModelSpec(**fields | {"layer_kinds": kinds}), **LONG)
+    plan = make_plan(with_fields(large, layer_kinds=kinds), **LONG)
     assert plan.fits
     assert (plan.mesh.tp, plan.mesh.cp) == (1, 4)
     assert plan.refused == ["tp has to be a divisor of the 63 heads of layers.0.mixer (GroupedQueryAttention)"]
 
 
+def with_fields(spec, **fields):
+    """Another specification, validated."""
+    return ModelSpec(**{name: getattr(spec, name) for name in ModelSpec.model_fields} | fields)
+
+
 def uniform(large, dense=0):
     """Every layer a mixture, but for the first so many."""
-    fields = {name: getattr(large, name) for name in ModelSpec.model_fields}
     runs = [LayerRun(first=0, count=dense, kind=0)] if dense else []
-    return ModelSpec(**fields | {"layers": [*runs, LayerRun(first=dense, count=61 - dense, kind=1)]})
+    return with_fields(large, layers=[*runs, LayerRun(first=dense, count=61 - dense, kind=1)])
 
 
 def test_what_is_gathered_early_has_its_place(large):
