@@ -32,7 +32,9 @@ def projection(value: Any, shown: Shown) -> Verdict | None:
 
 
 def _forms(layer: Layer) -> list[BlockSpec]:
-    return layer.of({"GatedFeedForward", "FeedForward", "Experts"})
+    """Those of experts too, but for experts that are the projections of an attention."""
+    experts = [argument(mixture, "experts") for mixture in layer.mixtures]
+    return [*layer.of({"GatedFeedForward", "FeedForward"}), *experts]
 
 
 def _form(block: BlockSpec) -> str:

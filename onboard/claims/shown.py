@@ -42,9 +42,9 @@ class Layer:
     """One kind of layer. Facts that copied code may hide are None."""
 
     def __init__(self, kind: LayerKind):
-        self.blocks = [block for part in kind.parts for block in part.block.walk()]
-        self.outer = [part.block for part in kind.parts]
-        copied = [part.name for part in kind.parts if any(b.block == "Lifted" for b in part.block.walk())]
+        self.blocks = [block for part in kind.all_parts for block in part.block.walk()]
+        self.outer = [part.block for part in kind.all_parts]
+        copied = [part.name for part in kind.all_parts if any(b.block == "Lifted" for b in part.block.walk())]
         self.mixer_hidden = any(not name.startswith("ffn") and "norm" not in name for name in copied)
         self.ffn_hidden = any(not name.startswith("mixer") and "norm" not in name for name in copied)
 
@@ -54,6 +54,7 @@ class Layer:
 
     @cached_property
     def attentions(self) -> list[BlockSpec]:
+        """Those whose heads, windows and gates have the same names; an attention whose heads are experts has not."""
         return self.of(_ATTENDING)
 
     @cached_property
@@ -66,6 +67,7 @@ class Layer:
 
     @cached_property
     def mixtures(self) -> list[BlockSpec]:
+        """Feed-forward layers of experts; an attention may have experts as well."""
         return self.of({"MixtureOfExperts"})
 
     @cached_property
@@ -106,7 +108,7 @@ class Layer:
     def way(self) -> Way | None:
         """How its tokens see other tokens."""
         kinds: list[tuple[Way, list[BlockSpec]]] = [
-            ("attends", self.attentions),
+            ("attends", self.attentions or self.of({"MixtureOfAttention"})),
             ("recurs", self.recurrences),
             ("convolves", self.of(_CONVOLVING)),
         ]

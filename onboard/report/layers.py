@@ -144,6 +144,8 @@ def uses(spec: ModelSpec) -> list[tuple[BlockSpec, str]]:
     rest.append(("growth of queries", spec.query_scale))
     rest.append(("inputs of layers", spec.layer_inputs))
     rest.append(("positions added to embeddings", spec.positions))
+    if spec.loop is not None:
+        rest.append(("messages between passes", spec.loop.message))
     if spec.encoder is not None:
         rest += [("last norm of the encoder", spec.encoder.norm), ("positions of the encoder", spec.encoder.positions)]
     rest += [(f"rotary table {number}", rotary) for number, rotary in enumerate(spec.rotaries)]

@@ -23,7 +23,7 @@ def taken_by(layers: Iterable[ProvenLayer], config: Any) -> set[str]:
                 found.add(argument.resolve(nn.Module(), config))
 
     for layer in layers:
-        for part in layer.parts:
+        for part in layer.all_parts:
             look(part.attempt.candidate)
     return found
 

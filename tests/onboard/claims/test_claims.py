@@ -14,7 +14,7 @@ from dayzero.onboard.claims import BESIDE, MEANINGS, check_claims, check_idle
 from dayzero.onboard.prove.proven import NotProven
 from dayzero.onboard.report.report import Findings, render_html, render_markdown
 from dayzero.runtime.plan import make_plan
-from dayzero.runtime.spec import BlockSpec, CheckpointId, LayerKind, LayerRun, ModelSpec, PartSpec
+from dayzero.runtime.spec import AgainSpec, BlockSpec, CheckpointId, LayerKind, LayerRun, ModelSpec, PartSpec, StepSpec
 
 IDENTITY = CheckpointId(architecture="x", config_sha256="0", headers_sha256="0", tensors=1, bytes=1, dtypes={})
 
@@ -387,6 +387,28 @@ def test_what_the_class_knows_and_ignores_stops_nothing():
     config = {"sliding_window": 7, "scoring_func": "sigmoid", "head_dim": 5, "novel": 1}
     verdicts = {c.field: c.verdict for c in check_idle(config, config, PLAIN)}
     assert verdicts == {"sliding_window": "without effect", "scoring_func": "confirmed", "head_dim": "not the tensors'"}
+
+
+def test_experts_that_attend_are_attention_and_no_feed_forward_layer():
+    experts = block("Experts", experts=12, hidden=8, width=12, act=None, is_gated=False)
+    heads = block("MixtureOfAttention", router=router(), experts=experts, kv_heads=2, scale=1.0)
+    spec = model({"d": layer(heads, DENSE), "r": layer(heads, mixture())}, "dr")
+    assert claim(spec, "attn_type_list", [1, 1]) == "confirmed"
+    assert claim(spec, "layer_types", ["full_attention", "full_attention"]) == "confirmed"
+    assert claim(spec, "feed_forward_proj", "gated-silu") == "confirmed"
+    assert claim(spec, "feed_forward_proj", "gated-relu") == "contradicted"
+    assert claim(spec, "moe_layer_freq", [0, 1]) == "confirmed"
+    assert claim(spec, "moe_layer_freq", [1, 1]) == "contradicted"
+
+
+def test_what_only_a_later_pass_computes_is_shown_too():
+    kind = layer(attention(), DENSE)
+    extra = PartSpec(name="ffn_2", block=mixture(), reads="mixer")
+    steps = [StepSpec(name="ffn_2", part="ffn_2", reads="x")]
+    again = AgainSpec(parts=[extra], steps=steps, gives="x + ffn_2")
+    spec = model({"d": kind.model_copy(update={"again": again})}, "d")
+    assert claim(spec, "scoring_func", "sigmoid") == "confirmed"
+    assert claim(spec, "scoring_func", "softmax") == "contradicted"
 
 
 def test_copied_code_confirms_nothing_and_still_contradicts():
