@@ -83,11 +83,6 @@ def propose_rotaries(calls: Mapping[str, Call], config: Any) -> tuple[list[Propo
     return found, list(dict.fromkeys(open_paths))
 
 
-def propose_rotary(call: Call, config: Any) -> Candidate | None:
-    """The formula that gives exactly the table of `call`, on the positions it was given and on far ones; else None."""
-    return next((_formula(seen, config) for seen in _made({call.path: call})), None)
-
-
 def _made(calls: Mapping[str, Call]) -> Iterator[_Seen]:
     """The tables that modules make from positions, each with the innermost call that made it."""
     known: list[Table] = []

@@ -14,7 +14,6 @@ from dayzero.onboard.prove.trace import Operations, Step
 from dayzero.runtime.weights import Flatten, Source, Stored
 
 _SCORES = {"_softmax": "softmax", "sigmoid": "sigmoid", "softplus": "sqrtsoftplus"}
-_OTHER = 1.37  # factor to a value that a setting does not have
 
 
 @dataclass(frozen=True)

@@ -55,10 +55,6 @@ def _kind(roles: Mapping[str, str]) -> Kind:
     return Kind(mixer, ffn, residual, tuple(line for line in (why, more, also) if line))
 
 
-def _plainness(name: str) -> tuple[bool, int, str]:
-    return name.endswith("bias"), len(name), name
-
-
 def _mixer(has: Mapping[str, str]) -> tuple[Mixer, str]:
     """has: role -> a name. The first that fits: what is special decides, since all kinds of attention have queries."""
     attention = has.keys() & _ATTENTION_ROLES

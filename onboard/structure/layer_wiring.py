@@ -274,14 +274,9 @@ def _is_wide(call: Call, layer: Call) -> bool:
     return wide and call.hidden.shape == shape
 
 
-def hears_more(call: Call, layer: Call) -> bool:
-    """Whether an argument of the call beside its hidden input depends on the layer's input: then the module is no
-    function of its hidden input, however well it is reproduced with that argument held fixed."""
-    return bool(heard(call, layer))
-
-
 def heard(call: Call, layer: Call) -> list[Tensor]:
-    """The arguments of the call beside its hidden input that depend on the layer's input."""
+    """The arguments of the call beside its hidden input that depend on the layer's input: with any, the module is no
+    function of its hidden input, however well it is reproduced with these held fixed."""
     known = [held for held in tensors((layer.args, layer.kwargs)) if held is not layer.hidden]
     mine = tensors((call.args, call.kwargs))
     others = [held for held in mine if held is not call.hidden]

@@ -5,7 +5,7 @@ import torch
 from strange import Ledge
 from torch import nn
 
-from dayzero.onboard.candidates.rotary import propose_rotaries, propose_rotary
+from dayzero.onboard.candidates.rotary import propose_rotaries
 from dayzero.onboard.oracle.calls import Call
 from dayzero.runtime.nn.rotary import Rotary
 
@@ -81,12 +81,19 @@ SETTINGS = {
 }
 
 
+def formula(module, config):
+    """The one formula for what the module makes."""
+    (found,), unknown = propose_rotaries(called(module), config)
+    assert unknown == []
+    return found.candidate
+
+
 @pytest.mark.parametrize("kind", SETTINGS)
 def test_every_scaling_is_found_from_its_settings(kind):
     settings, arguments = SETTINGS[kind]
     config = Ledge(head_dim=16, max_position_embeddings=4096, rope_parameters={"rope_theta": 777.0, **settings})
     module = Spin(8, all=Rotary(16, 777.0, **arguments))
-    candidate = propose_rotary(called(module)["spin"], config)
+    candidate = formula(module, config)
     found = candidate.spec(module, config).arguments
     wanted = {"dim": 16, "theta": 777.0, "attention_factor": 1.0, **arguments}
     assert {name: found[name] for name in wanted} == wanted
@@ -113,7 +120,7 @@ def test_two_kinds_of_layers_have_two_formulas():
 def test_an_odd_size_is_a_share_of_the_head():
     config = Ledge(head_dim=16, rope_parameters={"rope_theta": 100.0, "partial_rotary_factor": 0.334})
     module = Spin(3, all=Rotary(5, 100.0))
-    candidate = propose_rotary(called(module)["spin"], config)
+    candidate = formula(module, config)
     assert candidate.spec(module, config).arguments["dim"] == 5
     config.head_dim = 32
     assert candidate.spec(module, config).arguments["dim"] == 10
@@ -122,7 +129,7 @@ def test_an_odd_size_is_a_share_of_the_head():
 def test_a_base_may_stand_anywhere_in_the_config():
     config = Ledge(head_dim=16, attention=Ledge(turn=333.0))
     module = Spin(8, all=Rotary(16, 333.0))
-    candidate = propose_rotary(called(module)["spin"], config)
+    candidate = formula(module, config)
     assert candidate.arguments["theta"].label == "config attention.turn"
 
 
@@ -136,7 +143,6 @@ def test_a_table_that_is_wrong_far_away_has_no_formula(offset):
     config = Ledge(head_dim=16, rope_parameters={"rope_theta": 100.0})
     module = Bent(8, all=Rotary(16, 100.0))
     calls = called(module)
-    assert propose_rotary(calls["spin"], config) is None
     assert propose_rotaries(calls, config) == ([], ["spin"])
 
 
@@ -165,7 +171,7 @@ class Stretched(Spin):
 def test_frequencies_that_are_trained_are_parameters_of_the_table():
     config = Ledge(head_dim=16, rope_parameters={"rope_theta": 100.0})
     module = Stretched(torch.exp)
-    candidate = propose_rotary(called(module)["spin"], config)
+    candidate = formula(module, config)
     assert candidate.spec(module, config).arguments == {
         "dim": 16, "theta": 100.0, "attention_factor": 1.0, "trained": True,
     }  # fmt: skip
@@ -178,4 +184,4 @@ def test_frequencies_that_are_trained_otherwise_have_no_formula():
     # The same values here, at this draw, and other gradients.
     fixed = torch.linspace(-0.2, 0.3, 8, dtype=torch.float64).exp()
     module = Stretched(lambda bend: fixed + (bend - bend.detach()))
-    assert propose_rotary(called(module)["spin"], config) is None
+    assert propose_rotaries(called(module), config) == ([], ["spin"])
