@@ -45,12 +45,7 @@ def specification_of(
     runs = _runs(model, config, parts.layers, proven.layers, follows, kinds, sets, proven.keeps_first)
     encoder = None if proven.encoder is None else _encoder(model, config, proven.encoder, kinds)
     embed, head = model.get_submodule(parts.embed), model.get_submodule(parts.head)
-    rotaries = []
-    for rotary in proven.rotaries:
-        evidence = rotary.candidate.describe()
-        proof = Proof(status="proven", module=rotary.path, error=ROTARY_TOLERANCE, evidence=evidence)
-        block = rotary.candidate.spec(model.get_submodule(rotary.path), config)
-        rotaries.append(block.model_copy(update={"proof": proof}))
+    rotaries = [_formula(held.candidate, model, config, held.path, ROTARY_TOLERANCE) for held in proven.rotaries]
     embed_norm = None
     if proven.embed_norm is not None and parts.embed_norm is not None:
         where = f"{parts.embed_norm}." if parts.embed_affine else parts.embed_norm
@@ -147,12 +142,15 @@ def _encoder(model: nn.Module, config: Any, encoder: ProvenEncoder, kinds: list[
     )
 
 
+def _formula(candidate: Candidate, model: nn.Module, config: Any, path: str, error: float) -> BlockSpec:
+    """A block that finding it has proven: it gives what the module at `path` does, to within `error`."""
+    proof = Proof(status="proven", module=path, error=error, evidence=candidate.describe())
+    return candidate.spec(model.get_submodule(path), config).model_copy(update={"proof": proof})
+
+
 def _positions(candidate: Candidate | None, path: str | None, model: nn.Module, config: Any) -> BlockSpec | None:
     """What is added to embeddings, as a block."""
-    if candidate is None or path is None:
-        return None
-    proof = Proof(status="proven", module=path, error=CLOSE, evidence=candidate.describe())
-    return candidate.spec(model.get_submodule(path), config).model_copy(update={"proof": proof})
+    return None if candidate is None or path is None else _formula(candidate, model, config, path, CLOSE)
 
 
 def encoder_follows(model: nn.Module, encoder: ProvenEncoder) -> list[int]:
@@ -165,16 +163,13 @@ def _layer_inputs_block(proven: Proven, model: nn.Module, config: Any) -> BlockS
     if proven.layer_inputs is None:
         return None
     owner = proven.parts.layers.rpartition(".")[0]
-    proof = Proof(status="proven", module=owner, error=ROTARY_TOLERANCE, evidence=proven.layer_inputs.describe())
-    made = proven.layer_inputs.spec(model.get_submodule(owner), config)
-    return made.model_copy(update={"proof": proof})
+    return _formula(proven.layer_inputs, model, config, owner, ROTARY_TOLERANCE)
 
 
 def _query_scale_block(proven: Proven, model: nn.Module, config: Any) -> BlockSpec | None:
     if proven.query_scale is None:
         return None
-    proof = Proof(status="proven", module="", error=ROTARY_TOLERANCE, evidence=proven.query_scale.describe())
-    return proven.query_scale.spec(model, config).model_copy(update={"proof": proof})
+    return _formula(proven.query_scale, model, config, "", ROTARY_TOLERANCE)
 
 
 def _head_rows(embed: nn.Module, head: nn.Module) -> int | None:
