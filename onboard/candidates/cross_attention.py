@@ -1,6 +1,6 @@
 """Candidates for a decoder's attention to what its encoder gives."""
 
-from dayzero.onboard.candidates.equality import CLOSE, close
+from dayzero.onboard.candidates.equality import close, multiple
 from dayzero.onboard.candidates.evidence import Candidate, Site, literal, present, size
 from dayzero.onboard.candidates.feed_forward import linear_calls
 from dayzero.onboard.candidates.softmax import watch
@@ -22,17 +22,17 @@ def propose_cross_attention(site: Site) -> list[Candidate]:
         heads, _, head_dim = seen.query.shape[1:]
         made = {path: linears[path].result.unflatten(-1, (heads, -1)).transpose(1, 2) for path in (*queries, *sources)
                 if linears[path].result.shape[-1] == heads * head_dim}  # fmt: skip
-        scale = _ratio(seen.products, seen.scores)
+        scale = multiple(seen.products, seen.scores, by_position=False)
         if scale is None or seen.value.shape[-1] != head_dim:
             continue
         # A query may be scaled before its products; the factor then is the query's, and of the scores none is left.
         for query in (path for path in queries if path in made):
-            grown = _ratio(made[query], seen.query)
+            grown = multiple(made[query], seen.query, by_position=False)
             keys = [path for path in sources if path in made and close(made[path], seen.key)]
             values = [path for path in sources if path in made and close(made[path], seen.value)]
             if grown is not None:
                 found += [
-                    _candidate(site, query, key, value, ends[-1], heads, head_dim, scale * grown)
+                    _candidate(site, query, key, value, ends[-1], heads, head_dim, float(scale * grown))
                     for key in keys
                     for value in values
                 ]
@@ -62,13 +62,3 @@ def _candidate(
         "output_bias": present(f"{end}.bias"),
     }
     return Candidate("CrossAttention", arguments, parameters)
-
-
-def _ratio(ours, theirs) -> float | None:
-    """The factor between two tensors of one shape; None where there is none."""
-    total = float(ours.square().sum())
-    if ours.shape != theirs.shape or not total:
-        return None
-    ratio = float((ours * theirs).sum()) / total
-    miss = float((ours * ratio - theirs).norm())
-    return ratio if miss <= CLOSE * float(theirs.norm()) else None

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from dayzero.onboard.candidates.attention import AttentionSolver
-from dayzero.onboard.candidates.equality import close
+from dayzero.onboard.candidates.equality import multiple
 from dayzero.onboard.candidates.evidence import Candidate, Evidence, Site, literal, size
 from dayzero.onboard.candidates.feed_forward import linear_calls
 from dayzero.onboard.candidates.softmax import SoftmaxSeen, watch
@@ -58,7 +58,7 @@ def _biases(
         if handed.shape == (2 * length - 1, heads):
             yield handed, {}, {}
         return
-    keep, extra = seen.scores > -1e30, seen.scores - seen.products
+    keep = seen.scores > -1e30
     at = torch.arange(length)
     age = at[:, None] - at
     for name, table in site.module.named_parameters():
@@ -70,8 +70,8 @@ def _biases(
                 by_age = table.detach()[
                     bucket_of(torch.arange(1 - length, length), table.shape[0], value, both_ways, torch.float64)
                 ]
-                made = by_age[age + length - 1].permute(2, 0, 1)[None].expand_as(extra)
-                if single == _single(table.shape[0], both_ways) and _differ_by_products(seen, made, extra, keep):
+                made = by_age[age + length - 1].permute(2, 0, 1)[None].expand_as(seen.scores)
+                if single == _single(table.shape[0], both_ways) and _differ_by_products(seen, made, keep):
                     arguments = {
                         "buckets": size(name, 0),
                         "max_distance": any_number(site, value, ("distance", "max")),
@@ -94,9 +94,7 @@ def _distances(site: Site, buckets: int) -> Iterator[tuple[int, int]]:
                 yield farthest, single
 
 
-def _differ_by_products(seen: SoftmaxSeen, bias: Tensor, extra: Tensor, keep: Tensor) -> bool:
-    """Whether scores less the bias are a multiple of the products where keys are seen. extra: scores less products."""
-    products = torch.where(keep, seen.products, 0.0)
-    left = torch.where(keep, extra - bias, 0.0)
-    factor = float((products * left).sum()) / max(float(products.square().sum()), 1e-300)
-    return close(torch.where(keep, seen.scores - bias, 0.0), products * (1 + factor))
+def _differ_by_products(seen: SoftmaxSeen, bias: Tensor, keep: Tensor) -> bool:
+    """Whether scores less the bias are a multiple of the products where keys are seen."""
+    products, left = (torch.where(keep, part, 0.0) for part in (seen.products, seen.scores - bias))
+    return multiple(products, left, by_position=False) is not None
