@@ -23,6 +23,7 @@ from dayzero.onboard.align import Alignment
 from dayzero.onboard.inspect.classify import Ledger
 from dayzero.onboard.inspect.tensor_names import ranges
 from dayzero.onboard.operators import OperatorCalls, operator_calls
+from dayzero.onboard.report.layers import layers_of
 from dayzero.onboard.report.report import Findings, render_html, render_markdown
 from dayzero.runtime import nn
 from dayzero.runtime.config import TrainConfig, render_yaml
@@ -147,20 +148,15 @@ def _tuple_lit(value: Any) -> str:
 def model_py(spec: ModelSpec) -> str:
     """model.py of the specification."""
     functions = _kind_functions(spec)
-    layers_of: dict[int, list[int]] = {}
-    of_encoder: dict[int, list[int]] = {}
-    for run in spec.layers:
-        layers_of.setdefault(run.kind, []).extend(range(run.first, run.first + run.count))
+    held: dict[int, list[str]] = {}
+    for whose, number, layers in reversed(layers_of(spec)):
+        held.setdefault(number, []).append(f"Layers {ranges(layers)}{' of the encoder' if whose else ''}")
     kinds = []
-    for run in spec.encoder.layers if spec.encoder is not None else ():
-        of_encoder.setdefault(run.kind, []).extend(range(run.first, run.first + run.count))
     for number, kind in enumerate(spec.layer_kinds):
-        shown = [f"Layers {ranges(layers_of[number])}"] if number in layers_of else []
-        shown += [f"Layers {ranges(of_encoder[number])} of the encoder"] if number in of_encoder else []
         kinds.append(
             {
                 "function": functions[number],
-                "layers": "; ".join(shown),
+                "layers": "; ".join(held.get(number, [])),
                 "kind": kind,
                 "makes_shared": number in spec.shared,
                 "takes_shared": any(part.shared for part in kind.parts),

@@ -13,7 +13,8 @@ _SUGGESTED = 3
 
 
 def group_of(ledger: Ledger, checkpoint: Checkpoint, name: str) -> TensorGroup:
-    """The group that a tensor of the checkpoint belongs to."""
+    """The group that a tensor of the checkpoint belongs to, in a ledger as classified: settling it may part a group by
+    experts, which the numbers of layers do not tell apart."""
     header = checkpoint.headers[name]
     pattern, numbers = pattern_of(name)
     fits = [

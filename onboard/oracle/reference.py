@@ -331,7 +331,7 @@ def on_disk(model: nn.Module, values: Mapping[str, Tensor] | None = None) -> dic
 
 def encoder_path(model: nn.Module) -> str | None:
     """Where the encoder is that the text decoder looks at; None for a model without one."""
-    if not getattr(model.config, "is_encoder_decoder", False):
+    if not getattr(getattr(model, "config", None), "is_encoder_decoder", False):
         return None
     encoder = model.get_encoder()  # type: ignore[operator]
     return next((path for path, module in model.named_modules() if module is encoder), None)

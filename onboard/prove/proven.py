@@ -101,7 +101,7 @@ class ProvenLayer:
 
 @dataclass
 class ProvenEncoder:
-    """What holds for the encoder of the shrunk model. signatures: of its layers (`shrink.layer_signatures`)."""
+    """What holds for the encoder of the shrunk model. signatures: of its layers (`shrink.layers.layer_signatures`)."""
 
     parts: EncoderParts
     layers: list[ProvenLayer]

@@ -1,4 +1,5 @@
-"""Weight rules of parts that several layers share (`sharing.py`): their tensors have the name of the first such layer.
+"""Weight rules of parts that several layers share (`structure/sharing.py`): their tensors have the name of the first
+such layer.
 
 While names are found they count as that layer's own, so that the layers of another model are found as usual; the rules
 are then said of the shared part, and a checkpoint that repeats its tensors under the other layers' names gets them back

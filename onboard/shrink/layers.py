@@ -28,7 +28,7 @@ def layer_list(model: nn.Module) -> nn.ModuleList:
     the last of those; of an encoder-decoder, the decoder's. Raises UnknownArchitecture for a model without one,
     InputError where its config counts none."""
     best, weight = None, -1
-    path = encoder_path(model) if hasattr(model, "config") else None
+    path = encoder_path(model)
     apart = set() if path is None else set(model.get_submodule(path).modules())
     for found in _outer_lists(_text_part(model)):
         if found in apart:
@@ -197,7 +197,7 @@ class Cut:
 
 def encoder_signatures(model: nn.Module) -> list[Signature]:
     """The same of the encoder that the decoder looks at; [] without one."""
-    path = encoder_path(model) if hasattr(model, "config") else None
+    path = encoder_path(model)
     lists = [] if path is None else list(_outer_lists(model.get_submodule(path)))
     heavy = max(lists, key=lambda held: sum(p.numel() for p in held.parameters()), default=None)
     return [] if heavy is None else layer_signatures(model, heavy)
