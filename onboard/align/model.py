@@ -64,11 +64,11 @@ def model_rung(
         rung = "L2"
         try:
             tell("comparing the whole model in torch.float64")
-            errors["L2"], exact = _compare(generated, config, torch.float64)
+            errors["L2"], exact, _ = _compare(generated, config, torch.float64)
             tell("comparing the whole model in torch.float32")
             rung = "L2 float32"
-            found, theirs = _compare(generated, config, torch.float32)
-            errors[rung], rounded = beyond_rounding(found, theirs, exact)
+            found, theirs, floors = _compare(generated, config, torch.float32)
+            errors[rung], rounded = beyond_rounding(found, theirs, exact, floors)
         except NotLoaded as error:
             return judge({str(error): math.inf}, THRESHOLDS["L2"])
         except (RuntimeError, ValueError, IndexError, TypeError) as error:
@@ -84,13 +84,14 @@ def model_rung(
 
 
 def beyond_rounding(
-    errors: dict[str, float], rounded: dict[str, Tensor], exact: dict[str, Tensor]
+    errors: dict[str, float], rounded: dict[str, Tensor], exact: dict[str, Tensor], floors: Mapping[str, float]
 ) -> tuple[dict[str, float], list[str]]:
     """The float32 errors to judge, and a line for each that is not, since the reference in float32 (`rounded`) is about
-    as far from itself in float64 (`exact`): some recurrences lose four of the seven digits that float32 has."""
+    as far from itself in float64 (`exact`): some recurrences lose four of the seven digits that float32 has. floors: as
+    of `relative_error`."""
     judged, lines = {}, []
     for name, error in errors.items():
-        own = relative_error(rounded[name].double(), exact[name.replace("float32", "float64")])
+        own = relative_error(rounded[name].double(), exact[name.replace("float32", "float64")], floors.get(name, 0.0))
         if own <= ROUNDED_AWAY and THRESHOLDS["L2 float32"] < error <= ROUNDING * own:
             lines.append(f"{name}: {error:.2e}, not judged: the reference's own rounding is {own:.2e}")
         else:
@@ -100,9 +101,9 @@ def beyond_rounding(
 
 def _compare(
     generated: Package, config: Mapping[str, Any], dtype: torch.dtype
-) -> tuple[dict[str, float], dict[str, Tensor]]:
-    """(relative errors by what they belong to, what the reference gave for the same). The weights are float32 numbers
-    whatever the dtype, so that both dtypes compute the same."""
+) -> tuple[dict[str, float], dict[str, Tensor], dict[str, float]]:
+    """(relative errors by what they belong to, what the reference gave for the same, the size below which that counts
+    as this large). The weights are float32 numbers whatever the dtype, so that both dtypes compute the same."""
     reference, _ = build(config)
     generator = torch.Generator().manual_seed(7)
     redraw(reference, generator)
@@ -119,6 +120,7 @@ def _compare(
     choices = _choose(tokens, chosen, _group_limits(ours), generator)
     errors: dict[str, float] = {}
     wanted: dict[str, Tensor] = {}
+    floors: dict[str, float] = {}
     for routing in ("natural", "forced") if choices else ("natural",):
         forced = choices if routing == "forced" else None
         theirs = _reference_pass(reference, documents, forced, like, among, dtype)
@@ -133,7 +135,8 @@ def _compare(
             grad = rules[name].read(TensorsReader(stored_grads), shapes).to(dtype)
             errors[f"{label}: gradient of {name}"] = relative_error(gradient, grad, floor)
             wanted[f"{label}: gradient of {name}"] = grad
-    return errors, wanted
+            floors[f"{label}: gradient of {name}"] = floor
+    return errors, wanted, floors
 
 
 def _routing(

@@ -58,17 +58,24 @@ def test_what_the_reference_itself_rounds_away_in_float32_is_told_and_not_judged
     exact = {f"float64: {name}": torch.tensor([1.0], dtype=torch.float64) for name in "abcd"}
     rounded = {f"float32: {name}": torch.tensor([1.0002 if name in "bc" else 1.0]) for name in "abcd"}
     errors = {"float32: a": 3e-4, "float32: b": 3e-4, "float32: c": 3e-3, "float32: d": 5e-5}
-    judged, lines = beyond_rounding(errors, rounded, exact)
+    judged, lines = beyond_rounding(errors, rounded, exact, {})
     assert judged == {"float32: a": 3e-4, "float32: c": 3e-3, "float32: d": 5e-5}
     assert lines == ["float32: b: 3.00e-04, not judged: the reference's own rounding is 2.00e-04"]
-    assert beyond_rounding({"float32: a": math.nan}, rounded, exact)[0].keys() == {"float32: a"}
+    assert beyond_rounding({"float32: a": math.nan}, rounded, exact, {})[0].keys() == {"float32: a"}
+
+
+def test_a_gradient_that_is_zero_in_exact_arithmetic_is_as_large_as_its_floor():
+    exact, rounded = {"float64: a": torch.zeros(1, dtype=torch.float64)}, {"float32: a": torch.tensor([1e-9])}
+    assert beyond_rounding({"float32: a": 2e-3}, rounded, exact, {"float32: a": 1e-6})[0] == {}
+    assert beyond_rounding({"float32: a": 2e-2}, rounded, exact, {"float32: a": 1e-6})[0] == {"float32: a": 2e-2}
+    assert beyond_rounding({"float32: a": 2e-3}, rounded, exact, {})[0] == {"float32: a": 2e-3}
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, 1.1])
 def test_a_reference_that_is_lost_in_float32_excuses_nothing(value):
     exact, rounded = {"float64: a": torch.ones(1, dtype=torch.float64)}, {"float32: a": torch.tensor([value])}
     for error in (math.inf, 0.2):
-        assert beyond_rounding({"float32: a": error}, rounded, exact) == ({"float32: a": error}, [])
+        assert beyond_rounding({"float32: a": error}, rounded, exact, {}) == ({"float32: a": error}, [])
 
 
 @pytest.mark.parametrize("worst", ["FAIL", "UNVERIFIED", "WARN", "PASS"])
