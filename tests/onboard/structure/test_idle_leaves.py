@@ -8,7 +8,7 @@ from dayzero.runtime.spec import BlockSpec, LayerKind, PartSpec
 def layer(**arguments):
     inner = Candidate("GroupedQueryAttention", {n: literal(value, "") for n, value in arguments.items()}, {})
     outer = Candidate("IndexedAttention", {"attention": inner}, {})
-    return SimpleNamespace(parts=[SimpleNamespace(attempt=SimpleNamespace(candidate=outer))])
+    return SimpleNamespace(all_parts=[SimpleNamespace(attempt=SimpleNamespace(candidate=outer))])
 
 
 def kind(**more):
