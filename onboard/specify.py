@@ -18,6 +18,7 @@ from dayzero.onboard.candidates import Candidate
 from dayzero.onboard.claims import Claim, check_claims, check_idle
 from dayzero.onboard.composition import encoder_follows, load_reference, specification_of
 from dayzero.onboard.config_fields import IRRELEVANT, RENAMED
+from dayzero.onboard.oracle.documents import documents
 from dayzero.onboard.oracle.reference import (
     UnknownArchitecture,
     build,
@@ -248,9 +249,7 @@ def _small_reference(small: Mapping[str, Any], generator: torch.Generator) -> tu
         reference, reads = build(small, record=True)
         redraw(reference, generator)
         vocabulary = reference.get_input_embeddings().weight.shape[0]  # type: ignore[operator]
-        ids = torch.randint(3, vocabulary, (2, SEQUENCE), generator=generator)
-        with torch.no_grad():
-            run(reference, ids)
+        ids = documents(reference, vocabulary, SEQUENCE, generator)
     except (InputError, RuntimeError, ValueError, TypeError, AttributeError, KeyError, IndexError) as error:
         said = error.found if isinstance(error, InputError) else f"{type(error).__name__}: {error}"
         why = f"the reference does not run at the small sizes of a proof ({' '.join(said.split())[:200]})"

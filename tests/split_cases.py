@@ -177,6 +177,7 @@ CASES: dict[str, Build] = {
     "mixture-joint": lambda: routed(nn.JointRouter(HIDDEN, 4, 2, 2), shared=ffn(parts=2)),
     "mixture-hashed": lambda: routed(nn.HashRouter(HIDDEN, 4, 2, 11)),
     "mixture-capacity": lambda: routed(nn.TopOneRouter(HIDDEN, 5, 2)),
+    "mixture-product-keys": lambda: routed(nn.ProductKeyRouter(HIDDEN, 4, 2)),
     "mixture-carried": lambda: routed(nn.CarriedRouter(HIDDEN, 4, 2, 6, 1e-6, "silu", carried=False)),
 }  # fmt: skip
 

@@ -14,11 +14,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from dayzero.onboard.align.divergence import Seen, joins, layer_path, path_of, stands_for, watched
+from dayzero.onboard.align.divergence import joins, layer_path, path_of, stands_for
 from dayzero.onboard.align.ladder import THRESHOLDS, Rung, judge
 from dayzero.onboard.align.loading import NotLoaded, loaded_pair
+from dayzero.onboard.align.watched import Seen, watched
 from dayzero.onboard.candidates.evidence import Candidate, Site, site_of
-from dayzero.onboard.oracle.calls import Call, record_calls
+from dayzero.onboard.oracle.calls import Call, floats, record_calls
+from dayzero.onboard.oracle.documents import documents
 from dayzero.onboard.oracle.reference import state_of, text_config
 from dayzero.onboard.prove.block import TOLERANCE, Attempt, attempt, relative_error
 from dayzero.onboard.rules.expressions import NoRule, StoredValues, express
@@ -86,8 +88,8 @@ def _alone(found: Iterator[Place], ours: nn.Module, ids: Tensor, calls: Mapping[
         inner = {path: call for path, call in calls.items() if path.startswith(f"{layer}.")}
         for name, spec in place.spec.arguments.items():
             child = f"{place.name}.{name}"
-            if isinstance(spec, BlockSpec) and child in seen.read and (call := stands_for(child, seen, inner)):
-                joined = len(seen.gave.get(child, [])) > 1
+            if isinstance(spec, BlockSpec) and child in seen.calls and (call := stands_for(child, seen.calls, inner)):
+                joined = len(floats(seen.calls[child].output)) > 1
                 yield Place(child, call.path, spec, place.module.get_submodule(name), joined)
 
 
@@ -159,9 +161,9 @@ class SideBySide:
 def side_by_side(generated: Package, config: Mapping[str, Any], seed: int) -> SideBySide:
     """Both models with weights and documents drawn from the seed. Raises NotLoaded."""
     ours, reference = loaded_pair(generated, config, seed)
-    ids = torch.randint(3, generated.spec.tokens, (2, SEQUENCE), generator=torch.Generator().manual_seed(seed + 1))
+    ids = documents(reference, generated.spec.tokens, SEQUENCE, torch.Generator().manual_seed(seed + 1))
     calls, _ = record_calls(reference, ids)
-    position = torch.arange(SEQUENCE).repeat(2)
+    position = torch.arange(SEQUENCE).repeat(len(ids))
     with torch.no_grad():
         tables = tuple(rotary(position, torch.float64) for rotary in ours.rotaries)
     return SideBySide(generated, ours, reference, ids, calls, tables)

@@ -37,7 +37,7 @@ from dayzero.onboard.oracle.reference import (
 from dayzero.onboard.oracle.top_k import ForceTopK, steady_choices
 from dayzero.onboard.prove.block import relative_error
 from dayzero.onboard.shrink.shrink import SEQUENCE
-from dayzero.runtime.nn import GroupLimit
+from dayzero.runtime.nn import GroupLimit, Routing
 from dayzero.runtime.package import Package
 from dayzero.runtime.safetensors_reader import SafetensorsReader, TensorsReader
 from dayzero.runtime.weights import bind
@@ -145,10 +145,8 @@ def _routing(
     """(classes, top_k) of our routers and (groups, kept) of their limits; both in the order of one pass, none where the
     reference does not choose in the same order, as where a table of the token ids decides; and the modules of both
     models that choose so. documents: two, of different lengths."""
-    modules: list[Any] = list(ours.modules())
-    like = {
-        (module.experts, module.top_k) for module in modules if hasattr(module, "top_k") and hasattr(module, "experts")
-    } | _group_limits(ours)
+    routers = [module for module in ours.modules() if isinstance(module, Routing)]
+    like = {(router.choices, router.top_k) for router in routers} | _group_limits(ours)
     with torch.no_grad():
         mine = steady_choices([partial(ours, ids, torch.tensor([0, len(ids)])) for ids in documents], like)
     with torch.no_grad(), _promoting(dtype):

@@ -61,6 +61,7 @@ PROPOSERS: dict[str, tuple[Callable[[Site], list[Candidate]], ...]] = {
         propose_time_mix,
         propose_channel_mix,
         propose_mlstm,
+        propose_moe,  # whose router may look at other tokens
         partial(propose_adapted, proposers=(propose_attention,)),
     ),
     "ffn": (propose_feed_forward, propose_moe, partial(propose_adapted, proposers=(propose_feed_forward,))),

@@ -1,6 +1,7 @@
 """Candidates for routers that are not one matrix, one score and the best K: each is known by what its trace has."""
 
-from collections.abc import Iterator
+import math
+from collections.abc import Iterator, Mapping
 
 import torch
 from torch import nn
@@ -28,7 +29,7 @@ def propose_odd_routers(
         yield from _joint(inner, matrix, rows, vectors, experts)
         yield from _sparse_mixer(inner, matrix, rows)
         yield from _top_one(inner, matrix, rows, vectors)
-        yield from _product_keys(inner, matrix, rows, experts)
+        yield from _product_keys(inner, matrix, rows, experts, state)
     yield from _carried(inner, matrices, vectors)
 
 
@@ -158,19 +159,19 @@ def _capacities(inner: Inner) -> Iterator[Evidence]:
                 yield below(inner.path, evidence)
 
 
-def _product_keys(inner: Inner, matrix: str, rows: int, experts: int) -> Iterator[Candidate]:
-    """Twice as many rows as the square root of the experts."""
-    if (rows // 2) ** 2 != experts or rows % 2:
+def _product_keys(
+    inner: Inner, matrix: str, rows: int, experts: int, state: Mapping[str, torch.Tensor]
+) -> Iterator[Candidate]:
+    """Twice as many rows as the square root of the experts, rounded down."""
+    counted = [name for name, held in state.items() if held.ndim >= 2 and held.shape[0] == experts]
+    if rows != 2 * math.isqrt(experts) or not counted:
         return
-    arguments: dict[str, Evidence | Candidate] = {"hidden": size(matrix, 1)}
-    arguments["experts"] = Evidence(
-        f"the square of half of shape of {matrix}[0]",
-        lambda module, config: (module.get_parameter(matrix).shape[0] // 2) ** 2,
-    )
-    program = read_program(inner.operations, experts)
+    arguments: dict[str, Evidence | Candidate] = {"hidden": size(matrix, 1), "experts": size(counted[0], 0)}
+    classes = (rows // 2) ** 2
+    program = read_program(inner.operations, classes)
     if program is None:
         return
-    arguments["top_k"] = _top_k_of(inner, experts, program.top_k)
+    arguments["top_k"] = _top_k_of(inner, classes, program.top_k)
     if (normalise := normalise_argument(inner, program.after, program.top_k)) is not None:
         arguments["normalise"] = normalise
     yield Candidate("ProductKeyRouter", arguments, {"weight": Stored(matrix)})

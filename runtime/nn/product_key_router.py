@@ -11,26 +11,33 @@ from .selection import Normalise
 
 
 class ProductKeyRouter(Routing):
-    """Expert i * n + j, n = sqrt(experts), has the score a_i + b_j of two lists of n logits; softmax over the best K.
+    """Expert i * n + j, n = floor(sqrt(experts)), has the score a_i + b_j of two lists of n logits; softmax over the
+    best K. Experts past n * n are never chosen.
 
-    W: [2n, H]. Which logits are a and which b: of the product W x [T, 2n], read in order, the first half is a [T, n]
-    and the second half b. So does the reference, and so a token's scores depend on other tokens of the batch: packing
-    other documents beside this one changes its experts.
+    W: [2n, H]. Which logits are a and which b: of a document's product W x [S, 2n], read in order, the first half is
+    a [S, n] and the second half b. So does the reference, and so a token's scores depend on other tokens of its
+    document, later ones too.
     """
+
+    uses_context = True
 
     def __init__(self, hidden: int, experts: int, top_k: int, normalise: Normalise | None = None):
         super().__init__()
         self.experts, self.top_k, self.normalise, self.keys = experts, top_k, normalise, math.isqrt(experts)
-        if self.keys**2 != experts:
-            raise ValueError(f"{experts} experts are not a square: product keys name them by row and column")
         self.weight = nn.Parameter(torch.empty(2 * self.keys, hidden))
+
+    @property
+    def choices(self) -> int:
+        return self.keys**2
 
     def reset_parameters(self, std: float) -> None:
         nn.init.normal_(self.weight, std=std)
 
     def forward(self, x: Tensor, context: Context | None = None) -> tuple[Tensor, Tensor]:
         logits = linear(x.to(torch.promote_types(x.dtype, torch.float32)), self.weight)
-        (a, b), (row, column) = logits.view(2, x.shape[0], self.keys).topk(self.keys, dim=-1)
+        documents = logits.split(list(context.lengths)) if context is not None else (logits,)
+        lists = torch.cat([part.reshape(2, -1, self.keys) for part in documents], 1)
+        (a, b), (row, column) = lists.topk(self.keys, dim=-1)
         scores = (a.unsqueeze(-1) + b.unsqueeze(-2)).flatten(-2)
         names = (row.unsqueeze(-1) * self.keys + column.unsqueeze(-2)).flatten(-2)
         best, place = scores.topk(self.top_k, dim=-1)

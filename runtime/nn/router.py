@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from .context import Context
 from .norm import RMSNorm
 from .router_losses import RouterLosses
+from .selected_product import selected_product
 from .selection import GroupLimit, Normalise
 
 Score = Literal["softmax", "sigmoid", "sqrtsoftplus"]
@@ -24,6 +25,11 @@ class Routing(nn.Module):
     experts: int
     top_k: int
     shared: int = 0
+
+    @property
+    def choices(self) -> int:
+        """The classes that a token's top_k are taken from: all, unless some can never be chosen."""
+        return self.experts
 
 
 class Router(Routing):
@@ -82,21 +88,44 @@ class Router(Routing):
             nn.init.ones_(self.expert_scale)
 
     def forward(self, x: Tensor, context: Context | None = None) -> tuple[Tensor, Tensor]:
-        logits = self.logits(x)
-        scores = scored_by(self.score, logits) if self.scored == "all" else logits
-        index = self.select(scores, context)
-        weights = scores.gather(-1, index)
-        if self.scored == "selected":
-            weights = scored_by(self.score, weights)
+        x = self._into(x)
+        losses = self.losses if self.training else None
+        # All logits have gradients only where something asks for all of them.
+        only_selected = losses is None and self._weighs_selected_only() and torch.is_grad_enabled()
+        with torch.set_grad_enabled(torch.is_grad_enabled() and not only_selected):
+            product = linear(x, self.weight)
+            logits = self._out_of(product, self.logit_bias)
+            scores = scored_by(self.score, logits) if self.scored == "all" else logits
+            index = self.select(scores, context)
+        if only_selected:
+            bias = None if self.logit_bias is None else self.logit_bias[index]
+            logits = self._out_of(selected_product(x, self.weight.to(x.dtype), product, index), bias)
+            weights = scored_by(self.score, logits)
+        else:
+            weights = scores.gather(-1, index)
+            if self.scored == "selected":
+                weights = scored_by(self.score, weights)
         if self.normalise is not None:
             weights = self.normalise(weights)
         if self.scale != 1.0:
             weights = weights * self.scale
         if self.expert_scale is not None:
             weights = weights * self.expert_scale.to(weights.dtype)[index]
-        if self.losses is not None and self.training:
-            weights = self._with_losses(self.losses, weights, logits, scores, index, context)
+        if losses is not None:
+            weights = self._with_losses(losses, weights, logits, scores, index, context)
         return weights, index
+
+    def _weighs_selected_only(self) -> bool:
+        """Whether the weights are a function of the selected logits.
+
+        They are where each has a score of its own; and a softmax over all, divided by the sum of the selected, is the
+        softmax over those: what the others add to its denominator cancels.
+        """
+        return self.scored == "selected" or self.score != "softmax" or self._is_plain(self.normalise)
+
+    @staticmethod
+    def _is_plain(normalise: Normalise | None) -> bool:
+        return normalise is not None and (normalise.eps, normalise.minimum, normalise.order) == (0.0, None, 1.0)
 
     def _with_losses(
         self,
@@ -112,14 +141,16 @@ class Router(Routing):
         lengths = (index.shape[0],) if context is None else context.lengths
         return losses.attach(weights, logits, chances, biased, index, lengths)
 
-    def logits(self, x: Tensor) -> Tensor:
-        """[T, experts], in float32 at least."""
+    def _into(self, x: Tensor) -> Tensor:
+        """What the matrix is applied to, in float32 at least."""
         x = x.to(torch.promote_types(x.dtype, torch.float32))
         if self.norm is not None:
             x = self.norm(x)
-        if self.input_scale != 1.0:
-            x = x * self.input_scale
-        logits = linear(x, self.weight, self.logit_bias)
+        return x if self.input_scale == 1.0 else x * self.input_scale
+
+    def _out_of(self, product: Tensor, bias: Tensor | None) -> Tensor:
+        """Logits of the matrix's product, of all experts or of the selected."""
+        logits = product if bias is None else product + bias.to(product.dtype)
         if self.logit_scale != 1.0:
             logits = logits * self.logit_scale
         if self.logit_softcap is not None:

@@ -24,6 +24,7 @@ REFUSED = {
     "compressed-attention": "CompressedAttention",
     "compressed-attention-indexer": "CompressedAttention",
     "mixture-capacity": "TopOneRouter",
+    "mixture-product-keys": "ProductKeyRouter",
 }
 POSSIBLE = [name for name in split_cases.CASES if name not in REFUSED]
 # Cut inside a document and between two; one on all ranks; a token a rank; several chunks of every recurrence.

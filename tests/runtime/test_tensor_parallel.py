@@ -17,8 +17,8 @@ from dayzero.runtime.tensor_parallel import cuts_of
 
 NEVER_CUT = {
     "indexed-attention-blocks", "convolution-residual", "mixture-joint", "mixture-hashed", "mixture-capacity",
-    "mixture-carried", "mixture-of-attention", "attention-additions", "feed-forward-additions", "gated-layer-input",
-    "attention-distance-bias",
+    "mixture-carried", "mixture-product-keys", "mixture-of-attention", "attention-additions", "feed-forward-additions",
+    "gated-layer-input", "attention-distance-bias",
 }  # fmt: skip
 UNTRIED = {
     "SelfGatedRMSNorm",

@@ -28,15 +28,15 @@ def model_of(family, **changes):
     return model
 
 
-def calls_of(model):
-    ids = torch.randint(3, 100, (2, 24), generator=torch.Generator().manual_seed(1))
+def calls_of(model, rows=2):
+    ids = torch.randint(3, 100, (rows, 24), generator=torch.Generator().manual_seed(1))
     calls, _ = record_calls(model, ids)
     return calls
 
 
-def site_in(family, path, **changes):
+def site_in(family, path, rows=2, **changes):
     model = model_of(family, **changes)
-    return site_of(calls_of(model), path, reference.text_config(model))
+    return site_of(calls_of(model, rows), path, reference.text_config(model))
 
 
 @functools.cache
@@ -45,8 +45,8 @@ def proof(family, path, **changes):
     return site, prove("ffn", site, torch.Generator().manual_seed(2))
 
 
-def best(family, path):
-    site, verdict = proof(family, path)
+def best(family, path, **changes):
+    site, verdict = proof(family, path, **changes)
     assert verdict.survivors, [attempt.objection for attempt in verdict.attempts[:3]]
     assert verdict.survivors[0].error <= TOLERANCE
     return verdict.survivors[0].candidate.spec(site.module, site.config)
@@ -97,13 +97,21 @@ def test_what_is_special(family, path, expected):
         ("deepseek_v4", "model.layers.0.mlp", "HashRouter"),
         ("inkling", "model.layers.1.mlp", "JointRouter"),
         ("phimoe", "model.layers.0.mlp", "SparseMixerRouter"),
-        ("doge", "model.layers.0.mlp", "ProductKeyRouter"),
         ("zaya", "model.layers.1.mlp", "CarriedRouter"),
         ("switch_transformers", "encoder.block.1.layer.1.mlp", "TopOneRouter"),
     ],
 )
 def test_odd_routers(family, path, router):
     assert best(family, path).arguments["router"].block == router
+
+
+@pytest.mark.parametrize(("experts", "keys"), [(25, 5), (12, 3)])
+def test_product_keys_of_one_document(experts, keys):
+    """The reference mixes the rows of a batch; a batch of one row is a document."""
+    spec = best("doge", "model.layers.0.mlp", rows=1, num_experts=experts)
+    router = spec.arguments["router"]
+    assert (router.block, router.arguments["experts"]) == ("ProductKeyRouter", experts)
+    assert spec.build().router.weight.shape == (2 * keys, 80)
 
 
 @pytest.mark.slow

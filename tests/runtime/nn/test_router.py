@@ -176,6 +176,18 @@ def test_product_keys_find_the_best_sums():
         )
 
 
+def test_product_keys_read_each_document_by_itself_and_leave_experts_past_the_square():
+    router = drawn(ProductKeyRouter(HIDDEN, 19, top_k=3)).requires_grad_(False)
+    assert router.weight.shape == (8, HIDDEN)
+    x = inputs(7)
+    weights, index = router(x, context_for(4, 3))
+    for part, rows in ((x[:4], slice(0, 4)), (x[4:], slice(4, 7))):
+        alone = router(part)
+        assert torch.equal(index[rows], alone[1])
+        torch.testing.assert_close(weights[rows], alone[0])
+    assert int(index.max()) < 16
+
+
 def test_a_carried_state_is_added_and_left():
     first = drawn(CarriedRouter(HIDDEN, 5, 1, width=4, eps=1e-5, act="gelu", carried=False))
     second = drawn(CarriedRouter(HIDDEN, 5, 1, width=4, eps=1e-5, act="gelu"), seed=2)
