@@ -23,7 +23,7 @@ from dayzero.runtime.optimizer import make_optimizer
 from dayzero.runtime.package import Package, load_package
 from dayzero.runtime.parallel import Layout
 from dayzero.runtime.processes import device_gib
-from dayzero.runtime.tensor_parallel import check_tensor_parallel
+from dayzero.runtime.tensor_parallel import check_alone, check_tensor_parallel
 
 if TYPE_CHECKING:
     from dayzero.runtime.plan import Plan
@@ -273,6 +273,7 @@ def _layout(config: TrainConfig, plan: "Plan | None", world: int) -> Layout:
 def _check_shared_batches(model: CausalLM, config: TrainConfig) -> None:
     """Raises InputError for what cannot be dealt out to the ranks that share a batch."""
     tp, cp = sharing(config)
+    check_alone(model, tp, cp)
     if tp > 1:
         check_tensor_parallel(model, tp)
     if cp > 1:

@@ -40,7 +40,7 @@ def parallelise(
         MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=torch.float32) if compute else MixedPrecisionPolicy()
     )
     if meshes.split is not None:
-        check_alone(model)
+        check_alone(model, *meshes.split.sizes)
         if meshes.split.cp is not None:
             check_context_parallel(model, meshes.split.cp.size())
         meshes.split.install(model)

@@ -139,8 +139,7 @@ def _shared(question: Question, together: int) -> Iterator[tuple[int, int]]:
 
 def check_shared(question: Question, tp: int, cp: int) -> None:
     """Raises InputError for a model that has no form for so many ranks that share a batch."""
-    if tp * cp > 1:
-        check_alone(question.model.built)
+    check_alone(question.model.built, tp, cp)
     if cp > 1:
         check_context_parallel(question.model.built, cp)
     question.with_tp(tp)

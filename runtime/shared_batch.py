@@ -26,7 +26,7 @@ def cut_dimensions(model: CausalLM, tp: int) -> dict[int, int]:
     """id of a parameter -> the dimension that tp cuts. Raises InputError for sizes that do not fit."""
     if tp == 1:
         return {}
-    check_alone(model)
+    check_alone(model, tp, 1)
     found = {}
     for path, part in parts_of(model):
         found |= {id(cut.tensor): cut.dim for cut in cuts_of(part, tp, path) if not cut.copies}

@@ -33,6 +33,11 @@ class Split:
         self.vocabulary: int | None = None
         self.begin(0)
 
+    @property
+    def sizes(self) -> tuple[int, int]:
+        """Ranks of tp and of cp."""
+        return tuple(1 if group is None else group.size() for group in (self.tp, self.cp))  # type: ignore[return-value]
+
     def begin(self, tokens: int) -> None:
         """The rows of a batch of so many tokens: `part` over cp, `rows` of that part over tp."""
         self.part = even_span(tokens, self.cp)

@@ -55,16 +55,20 @@ class Cut:
         return self.name in self.owner._buffers
 
 
-def check_alone(model: CausalLM) -> None:
+def check_alone(model: CausalLM, tp: int, cp: int) -> None:
     """Raises InputError for a model whose layers look at an encoder: ranks that share a batch would need its source."""
-    if model.encoder is not None:
-        raise InputError("parallel.tp and parallel.cp", found="more than 1", expected="1 for a model with an encoder")
+    if model.encoder is not None and tp * cp > 1:
+        raise InputError(
+            "parallel.tp and parallel.cp",
+            found=f"{tp} and {cp}",
+            expected="1 for a model with an encoder: its layers look at the whole source of every document, of which "
+            "each of the ranks that share a batch would have a part",
+            hint="Leave both at 1; dp_shard, dp_replicate and ep divide such a model.",
+        )
 
 
 def check_tensor_parallel(model: CausalLM, tp: int) -> None:
     """Raises InputError, with the numbers, if a block cannot be dealt out to `tp` ranks."""
-    if tp > 1:
-        check_alone(model)
     for path, part in parts_of(model):
         cuts_of(part, tp, path)
 

@@ -82,17 +82,9 @@ class Dispatch:
         self.ids = torch.cat((self.ids.to(torch.int32), fill))
 
     def there(self, x: Tensor) -> tuple[Tensor, Work | None]:
+        places, names = self._common()
         expanded, _, assist, _, received, _, _ = torch.ops.npu.npu_moe_distribute_dispatch_v2(
-            _widened(x),
-            self.ids,
-            communicator(self.group),
-            self.group.size(),
-            self.group.rank(),
-            self.experts,
-            x_active_mask=self.mask,
-            shared_expert_num=0,
-            global_bs=TOKENS * self.group.size(),
-            expert_token_nums_type=_COUNTS,
+            _widened(x), self.ids, *places, **names, expert_token_nums_type=_COUNTS
         )
         self.route, self.room = (assist, received), expanded.shape[0]
         return expanded[: self.total, : x.shape[1]].clone(), None  # the rest is room that nobody filled
@@ -100,24 +92,26 @@ class Dispatch:
     def back(self, grad: Tensor) -> tuple[Tensor, Work | None]:
         assert self.route is not None
         assist, received = self.route
+        places, names = self._common()
         sums = torch.ops.npu.npu_moe_distribute_combine_v2(
             F.pad(_widened(grad), (0, 0, 0, self.room - grad.shape[0])),
             self.ids,
             assist,
             received,
             torch.ones(self.ids.shape, dtype=torch.float32, device=grad.device),
-            communicator(self.group),
-            self.group.size(),
-            self.group.rank(),
-            self.experts,
-            x_active_mask=self.mask,
-            shared_expert_num=0,
-            global_bs=TOKENS * self.group.size(),
+            *places,
+            **names,
         )
         return sums[:, : grad.shape[1]].masked_fill(~self.mask.unsqueeze(1), 0.0), None
 
     def reverse(self) -> "Combine":
         return Combine(self)
+
+    def _common(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """What both operators are told, by place and by name: who takes part, and which of the 512 rows are tokens."""
+        ranks = self.group.size()
+        places = (communicator(self.group), ranks, self.group.rank(), self.experts)
+        return places, {"x_active_mask": self.mask, "shared_expert_num": 0, "global_bs": TOKENS * ranks}
 
 
 @dataclass

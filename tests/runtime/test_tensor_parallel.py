@@ -13,7 +13,7 @@ from split_models import by_world, model_results
 
 from dayzero.runtime.errors import InputError
 from dayzero.runtime.nn import BLOCKS
-from dayzero.runtime.tensor_parallel import cuts_of
+from dayzero.runtime.tensor_parallel import check_alone, cuts_of
 
 NEVER_CUT = {
     "indexed-attention-blocks", "convolution-residual", "mixture-joint", "mixture-hashed", "mixture-capacity",
@@ -85,6 +85,19 @@ def test_fewer_tokens_and_groups_than_ranks():
 def test_what_does_not_divide_is_refused_with_the_numbers(name, tp, says):
     with pytest.raises(InputError, match=says):
         cuts_of(split_cases.build(name), tp, "mixer")
+
+
+@pytest.mark.parametrize(("tp", "cp"), [(2, 1), (1, 4)])
+def test_a_model_with_an_encoder_is_refused_with_the_reason(tp, cp):
+    model = torch.nn.Module()
+    model.encoder = None
+    check_alone(model, tp, cp)
+    model.encoder = torch.nn.Linear(1, 1)
+    check_alone(model, 1, 1)
+    with pytest.raises(
+        InputError, match=rf"tp and parallel.cp\n.*{tp} and {cp}\n.*look at the whole source.*\n.*dp_shard"
+    ):
+        check_alone(model, tp, cp)
 
 
 @pytest.fixture(scope="module")
