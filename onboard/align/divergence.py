@@ -1,25 +1,28 @@
 """Which part of a model that misses its reference is the first to do so.
 
-Both run on one document with their modules watched: what each part reads, what it gives, what each layer gives. An
-input that differs where all before it agrees accuses the sum that makes it; an output of an input that agrees, the
-part.
+Both run on one document with their modules watched: what each part reads, what it gives, what each layer gives, pass by
+pass where layers run several times. An input that differs where all before it agrees accuses the sum that makes it; an
+output of an input that agrees, the part.
 """
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from dayzero.onboard.align.ladder import THRESHOLDS
 from dayzero.onboard.align.loading import NotLoaded, loaded_pair
+from dayzero.onboard.align.watched import OurCall, Seen, watched
+from dayzero.onboard.candidates.routing import routing_call
 from dayzero.onboard.oracle.calls import Call, floats, record_calls
 from dayzero.onboard.prove.block import relative_error
 from dayzero.onboard.shrink.shrink import SEQUENCE
+from dayzero.onboard.structure.loops import inside_visit, visits
+from dayzero.runtime.nn.handed_routing import LeaveRouting
 from dayzero.runtime.package import Package
-from dayzero.runtime.spec import BlockSpec
+from dayzero.runtime.spec import BlockSpec, LayerKind, LoopSpec, ModelSpec, StepSpec
 
 
 def first_divergence(generated: Package, config: Mapping[str, Any]) -> str:
@@ -29,108 +32,175 @@ def first_divergence(generated: Package, config: Mapping[str, Any]) -> str:
     except NotLoaded as error:
         return str(error)
     ids = torch.randint(3, generated.spec.tokens, (1, SEQUENCE), generator=torch.Generator().manual_seed(8))
+    return first_to_differ(generated.spec, ours, reference, ids)
+
+
+def first_to_differ(spec: ModelSpec, ours: nn.Module, reference: nn.Module, ids: Tensor) -> str:
+    """The same of two models with the same weights on documents [B, S]."""
     calls, logits = record_calls(reference, ids)
     seen = watched(ours, ids)
-    last = ("the logits, their scale or their cap", seen.logits, [logits])
-    for what, mine, theirs in (*_pairs(generated, seen, calls), last):
-        if mine is None:
-            return f"{what}, which does not run: {seen.stopped}"
-        if not any(_agree(mine, value) for value in theirs):
-            return what
-    return ""
+    for pair in _Walk(spec, seen, calls).pairs():
+        if pair.wrong is None:
+            return f"{pair.what}, which does not run: {seen.stopped}" if seen.stopped else pair.what
+        if pair.wrong:
+            return pair.what
+    if seen.logits is None:
+        return f"the logits, which are not reached: {seen.stopped}"
+    return "" if agree(seen.logits, logits) else "the logits, their scale or their cap"
 
 
-def _agree(mine: Tensor, theirs: Tensor) -> bool:
+def agree(mine: Tensor, theirs: Tensor) -> bool:
+    """Whether they are the same values, whatever the leading dimensions."""
     return mine.numel() == theirs.numel() and relative_error(mine.reshape(theirs.shape), theirs) <= THRESHOLDS["L2"]
 
 
-@dataclass
-class Seen:
-    """Of one pass, by module path: the first tensor that each module read, and all that it gave; the logits, or why
-    there are none."""
-
-    read: dict[str, Tensor] = field(default_factory=dict)
-    gave: dict[str, list[Tensor]] = field(default_factory=dict)
-    logits: Tensor | None = None
-    stopped: str = ""
-
-    def output(self, path: str) -> Tensor | None:
-        """The first tensor that the module gave."""
-        return self.gave.get(path, [None])[0]
-
-
-def watched(model: nn.Module, ids: Tensor) -> Seen:
-    """Our model on documents [B, S]."""
-    seen, handles = Seen(), []
-    for path, module in model.named_modules():
-
-        def before(module: nn.Module, args: Any, path: str = path) -> None:
-            if found := floats(args):
-                seen.read[path] = found[0]
-
-        def after(module: nn.Module, args: Any, output: Any, path: str = path) -> None:
-            if found := floats(output):
-                seen.gave[path] = found
-
-        handles += [module.register_forward_pre_hook(before), module.register_forward_hook(after)]
-    try:
-        with torch.no_grad(), sdpa_kernel(SDPBackend.MATH):
-            seen.logits = model(ids.flatten(), torch.arange(0, ids.numel() + 1, ids.shape[1]))
-    except (RuntimeError, ValueError, IndexError, TypeError, KeyError) as error:
-        seen.stopped = " ".join(str(error).split())[:200]
-    finally:
-        for handle in handles:
-            handle.remove()
-    return seen
-
-
-def stands_for(name: str, seen: Seen, calls: Mapping[str, Call]) -> Call | None:
+def stands_for(name: str, ours: Mapping[str, OurCall], calls: Mapping[str, Call]) -> Call | None:
     """The call that read what our module `name` read and gave what it gave; if none gave that, one that gave as much.
     None where none read it."""
-    alike = [call for call in calls.values() if call.has_stream and _agree(seen.read[name], call.hidden)]
-    mine = seen.output(name)
+    read, mine = ours[name].read, ours[name].given
+    alike = [call for call in calls.values() if call.has_stream and read and agree(read[0], call.hidden)]
     if mine is None:
         return alike[0] if alike else None
     alike = [call for call in alike if any(out.numel() == mine.numel() for out in floats(call.output))]
-    alike.sort(key=lambda call: (not any(_agree(mine, out) for out in floats(call.output)), len(call.path)))
+    alike.sort(key=lambda call: (not any(agree(mine, out) for out in floats(call.output)), len(call.path)))
     return alike[0] if alike else None
 
 
-def _pairs(
-    generated: Package, seen: Seen, calls: Mapping[str, Call]
-) -> Iterator[tuple[str, Tensor | None, list[Tensor]]]:
-    """(what it is, ours, values of the reference of which it is one) in the order in which they are made; None for ours
-    that was not reached."""
-    spec = generated.spec
-    if spec.embed_norm is not None and (call := calls.get(path_of(spec.embed_norm))) is not None:
-        yield "what embed_norm reads, the embeddings and their scale", seen.read.get("embed_norm"), [call.hidden]
-        yield f"embed_norm, for {call.path}", seen.output("embed_norm"), [call.result]
-    layers = [(stack, index, kind) for stack, kinds in spec.stacks().items() for index, kind in enumerate(kinds)]
-    for stack, index, kind in layers:
-        layer, theirs = f"{stack}.{index}", calls.get(layer_path(kind.parts[0].block, index))
-        if theirs is not None:
-            alike = [made for made in floats((theirs.args, theirs.kwargs)) if made.shape == theirs.result.shape]
+@dataclass(frozen=True)
+class _Pair:
+    """what: it is. wrong: whether ours is none of the reference's values; None where ours did not come to it."""
+
+    what: str
+    wrong: bool | None
+
+
+def _pair(what: str, mine: Tensor | None, theirs: list[Tensor]) -> _Pair:
+    return _Pair(what, None if mine is None else not any(agree(mine, value) for value in theirs))
+
+
+@dataclass
+class _Walk:
+    """Both models from the embeddings on, in the order in which values are made."""
+
+    spec: ModelSpec
+    seen: Seen
+    calls: Mapping[str, Call]
+
+    def pairs(self) -> Iterator[_Pair]:
+        spec = self.spec
+        if spec.embed_norm is not None and (call := self.calls.get(path_of(spec.embed_norm))) is not None:
+            mine = self.seen.visit("embed_norm", 0)
+            read = None if mine is None else mine.read[0]
+            yield _pair("what embed_norm reads, the embeddings and their scale", read, [call.hidden])
+            yield _pair(f"embed_norm, for {call.path}", mine and mine.given, [call.result])
+        for stack, index, kind, number in self._layers():
+            if number and index == (spec.loop.first if spec.loop else 0):
+                yield from self._messages(number)
+            yield from self._layer(stack, index, kind, number)
+        for name, block in (("merge", spec.merge), ("norm", spec.norm)):
+            if block is not None and (call := self.calls.get(path_of(block))) is not None:
+                mine = self.seen.visit(name, 0)
+                yield _pair(f"{name}, for {call.path}", mine and mine.given, [call.result])
+
+    def _layers(self) -> Iterator[tuple[str, int, LayerKind, int]]:
+        """(stack, number of the layer in it, its kind, pass from 0) in the order in which they run."""
+        for stack, kinds in self.spec.stacks().items():
+            loop = self.spec.loop if stack == "layers" else None
+            loop = loop or LoopSpec(first=len(kinds), count=0, passes=1)
+            looped = range(loop.first, loop.first + loop.count)
+            for number in range(loop.passes):
+                for index, kind in enumerate(kinds):
+                    if index in looped or number == (0 if index < loop.first else loop.passes - 1):
+                        yield stack, index, kind, number if index in looped else 0
+
+    def _messages(self, number: int) -> Iterator[_Pair]:
+        """What the layers of that pass are handed of the one before."""
+        loop = self.spec.loop
+        if loop is None or loop.message is None or (call := self.calls.get(path_of(loop.message))) is None:
+            return
+        name, mine = _in_pass("loop.message", number), self.seen.visit("loop.message", number - 1)
+        runs = visits(call)[(number - 1) * loop.count : number * loop.count]
+        theirs = [one for run in runs for held in floats(run.args) for one in _apart(held)]
+        yield from self._read(f"what {name} reads", mine, theirs)
+        made = [one for run in runs for one in run.result.unbind(2)]
+        given = [] if mine is None else floats(mine.output)
+        wrong = len(given) != len(made) or not all(map(agree, given, made))
+        yield _Pair(f"{name}, for {call.path}", wrong if given else None)
+
+    def _read(self, what: str, mine: OurCall | None, theirs: list[Tensor]) -> Iterator[_Pair]:
+        for value in mine.read if mine is not None else ():
+            yield _pair(what, value, theirs)
+        if mine is None:
+            yield _Pair(what, None)
+
+    def _layer(self, stack: str, index: int, kind: LayerKind, number: int) -> Iterator[_Pair]:
+        layer, where = f"{stack}.{index}", layer_path(kind.parts[0].block, index)
+        mine, theirs = self.seen.visit(layer, number), self.calls.get(where)
+        run = None if theirs is None or number >= len(visits(theirs)) else visits(theirs)[number]
+        if theirs is not None and run is None:
+            yield _Pair(f"{_in_pass(layer, number)}, which runs {number} times in the reference", True)
+            return
+        inside = {} if mine is None else self.seen.during(mine)
+        calls = self.calls if run is None else {where: run, **inside_visit(self.calls, where, number)}
+        if run is not None:
+            alike = [made for made in floats((run.args, run.kwargs)) if made.shape == run.result.shape]
             if alike:
-                yield f"what {layer} reads" + ("" if index else ", the embeddings"), seen.read.get(layer), alike
-        for part in kind.parts:
-            name, call = f"{layer}.{part.name}", calls.get(path_of(part.block, index))
+                first = ", the embeddings" if not index and not number else ""
+                yield _pair(f"what {_in_pass(layer, number)} reads{first}", mine and mine.stream, alike)
+        again = kind.again if number else None
+        blocks = {part.name: part for part in kind.all_parts}
+        steps = again.steps if again else [StepSpec(name=p.name, part=p.name, reads=p.reads) for p in kind.parts]
+        runs: dict[str, int] = {}
+        for step in steps:
+            runs[step.part] = use = runs.get(step.part, 0) + 1
+            part = blocks[step.part]
+            name = self._name(layer, index, part.name) if part.shared else f"{layer}.{part.name}"
+            ours = inside.get(_used(name, use))
+            label = _in_pass(f"{layer}.{part.name}", number) + (f" as {step.name}" if step.name != part.name else "")
+            path = path_of(part.block, index)
+            call = calls.get(_used(path, use)) if path != where or len(blocks) == 1 else None
             if call is not None and call.has_stream:
-                yield f"what {name} reads, {part.reads!r}", seen.read.get(name), floats((call.args, call.kwargs))
-                yield f"{name}, for {call.path}", seen.output(name), floats(call.output)
-            elif theirs is not None:
-                yield from _inside(name, seen, {p: c for p, c in calls.items() if p.startswith(f"{theirs.path}.")})
-        if theirs is not None:
-            yield f"what {layer} gives, {kind.gives!r}", seen.output(layer), [theirs.result]
-    for name, block in (("merge", spec.merge), ("norm", spec.norm)):
-        if block is not None and (call := calls.get(path_of(block))) is not None:
-            yield f"{name}, for {call.path}", seen.output(name), [call.result]
+                read = [one for held in floats((call.args, call.kwargs)) for one in _apart(held)]
+                yield from self._read(f"what {label} reads, {step.reads!r}", ours, read)
+                yield _pair(f"{label}, for {call.path}", ours and ours.given, _given(call, ours))
+            elif run is not None:
+                yield from _inside(name, inside, {p: c for p, c in calls.items() if p != where})
+        if run is not None:
+            gives = again.gives if again else kind.gives
+            yield _pair(f"what {_in_pass(layer, number)} gives, {gives!r}", mine and mine.given, [run.result])
+
+    def _name(self, layer: str, index: int, part: str) -> str:
+        """The module of a part that the layer shares with others."""
+        _, which, _ = self.spec.uses()[index]
+        return f"shared.{which}.{part}" if which is not None else f"{layer}.{part}"
 
 
-def _inside(part: str, seen: Seen, calls: Mapping[str, Call]) -> Iterator[tuple[str, Tensor | None, list[Tensor]]]:
-    """The same of the children of a part that stands for several modules, each for the one that reads what it reads."""
-    for name in seen.read:
-        if name.rpartition(".")[0] == part and (call := stands_for(name, seen, calls)) is not None:
-            yield f"{name}, for {call.path}", seen.output(name), floats(call.output)
+def _in_pass(name: str, number: int) -> str:
+    return f"{name} in pass {number + 1}" if number else name
+
+
+def _used(path: str, use: int) -> str:
+    return path if use == 1 else f"{path}@{use}"
+
+
+def _given(call: Call, ours: OurCall | None) -> list[Tensor]:
+    """What the reference gave, in the form in which our module gives it."""
+    if ours is not None and isinstance(ours.module, LeaveRouting):
+        routed = routing_call(call, ours.module.router.experts)
+        return [] if routed is None else [routed.result]
+    return floats(call.output)
+
+
+def _apart(held: Tensor) -> list[Tensor]:
+    """A value, and of a stack [B, S, n, H] its members too."""
+    return [held, *held.unbind(2)] if held.ndim == 4 else [held]
+
+
+def _inside(part: str, ours: Mapping[str, OurCall], calls: Mapping[str, Call]) -> Iterator[_Pair]:
+    """The children of a part that stands for several modules, each beside the one that reads what it reads."""
+    for name, mine in ours.items():
+        if name.rpartition(".")[0] == part and (call := stands_for(name, ours, calls)) is not None:
+            yield _pair(f"{name.partition('@')[0]}, for {call.path}", mine.given, floats(call.output))
 
 
 def path_of(block: BlockSpec, layer: int = 0) -> str:

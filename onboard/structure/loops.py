@@ -105,15 +105,20 @@ def in_pass(calls: Mapping[str, Call], layers: str, loop: LoopParts, number: int
     module that runs more than once within the pass stands under its path, then under "path@2" and so on."""
     number %= loop.passes
     inside = tuple(f"{layers}.{index}." for index in loop.layers)
-    every = sorted((one for call in calls.values() for one in visits(call)), key=lambda call: call.order)
-    made = {path: call for path, call in calls.items() if not f"{path}.".startswith(inside)}
-    for index in loop.layers:
-        layer = f"{layers}.{index}"
-        this = visits(calls[layer])[number]
-        before = visits(calls[layer])[number - 1].order if number else -1
-        made |= by_use(c for c in every if c.path.startswith(f"{layer}.") and before < c.order < this.order)
-        made[layer] = this
+    made: dict[str, Call] = {path: call for path, call in calls.items() if not f"{path}.".startswith(inside)}
+    for layer in (f"{layers}.{index}" for index in loop.layers):
+        made |= inside_visit(calls, layer, number)
+        made[layer] = visits(calls[layer])[number]
     return made
+
+
+def inside_visit(calls: Mapping[str, Call], layer: str, number: int) -> dict[str, Call]:
+    """The calls inside a layer in one of its runs, named as above."""
+    runs = visits(calls[layer])
+    before = runs[number - 1].order if number else -1
+    held = (one for path, call in calls.items() if path.startswith(f"{layer}.") for one in visits(call))
+    inside = [one for one in held if before < one.order < runs[number].order]
+    return by_use(sorted(inside, key=lambda call: call.order))
 
 
 @dataclass
