@@ -9,10 +9,12 @@ Raises ValueError if shapes, dtypes or devices differ.
 
 from dayzero.kernels.devices import lazy, triton_supports
 from dayzero.kernels.registry import Backend, operator
-from dayzero.kernels.swiglu import npu, reference
+from dayzero.kernels.swiglu import blocked, npu, reference
 
 _triton = Backend(
     "triton", lambda gate, up, limit=None: triton_supports(gate, up), lazy("dayzero.kernels.swiglu.kernel:swiglu")
 )
 
-swiglu = operator("swiglu", reference=reference.swiglu, backends=[npu.backend, _triton], check=reference.check)
+swiglu = operator(
+    "swiglu", reference=reference.swiglu, backends=[npu.backend, _triton, blocked.backend], check=reference.check
+)

@@ -47,7 +47,12 @@ def evaluate(request: pytest.FixtureRequest) -> Callable[..., dict[str, Tensor]]
             return request.getfixturevalue("interpreter").call("compare:gradients", target, inputs, **options)
         if backend == "npu":
             request.getfixturevalue("npu")
-        file = {"npu": "npu:backend.call", "torch": "grouped_mm:backend.call", "reference": f"reference:{operator}"}
+        file = {
+            "npu": "npu:backend.call",
+            "torch": "grouped_mm:backend.call",
+            "blocked": "blocked:backend.call",
+            "reference": f"reference:{operator}",
+        }
         return gradients(f"dayzero.kernels.{operator}.{file[backend]}", inputs, **options)
 
     return evaluate

@@ -71,7 +71,7 @@ def test_forced_backend_never_falls_back(double):
 @pytest.mark.parametrize(
     ("value", "message"),
     [
-        ("swiglu=cuda", "has no backend 'cuda'; it has npu, triton, reference"),
+        ("swiglu=cuda", "has no backend 'cuda'; it has npu, triton, blocked, reference"),
         ("swigloo=reference", "no operator 'swigloo'; there are .*rms_norm.*swiglu"),
         ("swiglu", "expected operator=backend, found 'swiglu'"),
     ],

@@ -11,7 +11,7 @@ from .compare import assert_as_good_as, gradients, relative_error, wide
 
 LIMIT = 7.0
 DTYPES = [torch.float32, torch.bfloat16]
-backends = pytest.mark.parametrize("backend", ["triton", "npu"])
+backends = pytest.mark.parametrize("backend", ["triton", "npu", "blocked"])
 
 
 def inputs(rng, shape, dtype, limit=None):
