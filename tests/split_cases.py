@@ -135,6 +135,7 @@ CASES: dict[str, Build] = {
         nn.Router(HIDDEN, 4, 2, scored="selected"), nn.Experts(4, HIDDEN, 12, None, is_gated=False), 2, 0.4, bias=True
     ),
     "attention-distance-bias": lambda: nn.DistanceBiasedAttention(gqa(rotary=None), 8, 20),
+    "attention-dynamic-mask": lambda: nn.DynamicMaskAttention(gqa(qk_norm="head"), 3, bias=True),
     "relative-attention": lambda: nn.RelativeAttention(gqa(rotary=None), 3, 5),
     "latent": latent,
     "latent-gate-sinks": lambda: latent(

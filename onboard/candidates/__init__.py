@@ -19,6 +19,7 @@ from dayzero.onboard.candidates.convolution import (
 from dayzero.onboard.candidates.cross_attention import propose_cross_attention
 from dayzero.onboard.candidates.delta_rule import propose_delta_rule
 from dayzero.onboard.candidates.distance_bias import propose_distance_bias
+from dayzero.onboard.candidates.dynamic_mask import propose_dynamic_mask
 from dayzero.onboard.candidates.evidence import Candidate, Evidence, Site, site_of
 from dayzero.onboard.candidates.feed_forward import propose_feed_forward
 from dayzero.onboard.candidates.handed_keys import propose_attention_with_handed_keys
@@ -49,6 +50,7 @@ PROPOSERS: dict[str, tuple[Callable[[Site], list[Candidate]], ...]] = {
         propose_compressed_attention,
         propose_relative_attention,
         propose_distance_bias,
+        propose_dynamic_mask,
         propose_sparse_attention,
         propose_mixture_of_attention,
         propose_delta_rule,

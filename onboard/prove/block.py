@@ -143,7 +143,10 @@ def attempt(
                 redraw(site.module, generator, gain)
             if _load(block, candidate, site):
                 return Attempt(candidate, float("inf"), name, "its parameters are not those of the module")
-            for what, error in errors(site, candidate, block, hidden, generator).items():
+            found = errors(site, candidate, block, hidden, generator)
+            if not found and name == "captured input":
+                return Attempt(candidate, float("inf"), name, "the module itself gives no finite output for it")
+            for what, error in found.items():
                 if error > worst:
                     worst, where = error, f"{what}, {name}"
             if not worst <= TOLERANCE:
@@ -260,11 +263,14 @@ def errors(
     Where softmax is saturated a gradient is what is left of a cancellation, and one rounding of the input moves the
     reference's own gradient by far more than the tolerance. Where something misses by more than rounding, the reference
     is run again on an input that differs by its last bit; a quantity that this moves by more than a tenth of the
-    tolerance is not judged on this input.
+    tolerance is not judged on this input. Nothing is where the reference's own output is not finite, as where it takes
+    exponentials of what it reads: {}.
     """
     cotangent = torch.randn(site.call.result.shape, generator=generator, dtype=torch.float64)
     last_bit = 1.0 + torch.randint(-1, 2, hidden.shape, generator=generator).double() * 2.0**-52
     theirs = _outputs(site.call.replay, site.module, hidden, cotangent)
+    if not bool(theirs.output.isfinite().all()):
+        return {}
     ours = _outputs(block_function(site, block), block, hidden, cotangent)
     sizes = [float(torch.linalg.vector_norm(grad)) for grad in theirs.gradients.values()]
     floors = 1e-6 * float(cotangent.norm()), 1e-6 * max(sizes, default=0.0)

@@ -19,6 +19,7 @@ from .convolution_residual import ConvolutionResidual
 from .cross_attention import CrossAttention
 from .decoder_layer import DecoderLayer
 from .distance_bias import DistanceBiasedAttention
+from .dynamic_mask import DynamicMaskAttention
 from .encoder import Encoder
 from .experts import Experts
 from .feed_forward import FeedForward, GatedFeedForward
@@ -88,6 +89,7 @@ BLOCKS = {
         CrossAttention,
         DecoderLayer,
         DistanceBiasedAttention,
+        DynamicMaskAttention,
         Encoder,
         Loop,
         Experts,
@@ -160,6 +162,7 @@ __all__ = [
     "Context",
     "ConvolutionResidual",
     "DecoderLayer",
+    "DynamicMaskAttention",
     "Experts",
     "FeedForward",
     "GatedConnection",

@@ -132,7 +132,7 @@ def _ages(first: int, queries: int, keys: range, device: torch.device) -> Tensor
     return at[:, None] - torch.arange(keys.start, keys.stop, device=device)
 
 
-def _mask(age: Tensor, visible: Visibility) -> Tensor | None:
+def visible_keys(age: Tensor, visible: Visibility) -> Tensor | None:
     """[Q, K] bool, None where every key is seen."""
     mask = age >= 0 if visible.causal else None
     if visible.window is not None:
@@ -164,7 +164,7 @@ def _fused(query: Tensor, key: Tensor, value: Tensor, scale: float, visible: Vis
     for first in range(0, query.shape[2], QUERIES):
         part = query[:, :, first : first + QUERIES]
         keys = _keys_for(at + first, part.shape[2], length, visible)
-        mask = _mask(_ages(at + first, part.shape[2], keys, query.device), visible)
+        mask = visible_keys(_ages(at + first, part.shape[2], keys, query.device), visible)
         k, v = key[:, :, keys.start : keys.stop], value[:, :, keys.start : keys.stop]
         parts.append(F.scaled_dot_product_attention(part, k, v, attn_mask=mask, scale=scale, enable_gqa=grouped))
     return (torch.cat(parts, 2) if len(parts) > 1 else parts[0])[..., :width]
@@ -196,7 +196,7 @@ def _in_full(
         age = _ages(at + first, count, keys, query.device)
         if bias is not None:
             scores = scores + bias(start + first, age)
-        mask = _mask(age, visible)
+        mask = visible_keys(age, visible)
         if mask is not None:
             scores = scores.masked_fill(~mask, float("-inf"))
         if sinks is not None:

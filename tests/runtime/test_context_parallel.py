@@ -18,6 +18,7 @@ from dayzero.runtime.rows import Span
 
 REFUSED = {
     "attention-distance-bias": "DistanceBiasedAttention",
+    "attention-dynamic-mask": "DynamicMaskAttention",
     "latent-indexer": "LatentAttention",
     "indexed-attention": "IndexedAttention",
     "indexed-attention-blocks": "IndexedAttention",

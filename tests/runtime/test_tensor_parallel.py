@@ -18,7 +18,7 @@ from dayzero.runtime.tensor_parallel import check_alone, cuts_of
 NEVER_CUT = {
     "indexed-attention-blocks", "convolution-residual", "mixture-joint", "mixture-hashed", "mixture-capacity",
     "mixture-carried", "mixture-product-keys", "mixture-of-attention", "attention-additions", "feed-forward-additions",
-    "gated-layer-input", "attention-distance-bias",
+    "gated-layer-input", "attention-distance-bias", "attention-dynamic-mask",
 }  # fmt: skip
 UNTRIED = {
     "SelfGatedRMSNorm",

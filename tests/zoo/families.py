@@ -137,7 +137,9 @@ FAMILIES: dict[str, Family] = {
             "index_topk": 5, "n_shared_experts": 1, "pad_token_id": None,
         },
     ),
-    "doge": Family("DogeForCausalLM", {"is_moe": True, "num_experts": 25, "keep_window_size": 9}),
+    "doge": Family(
+        "DogeForCausalLM", {"is_moe": True, "num_experts": 25, "keep_window_size": 9, "sliding_window": None}
+    ),
     "dots1": Family("Dots1ForCausalLM"),
     "dots3_note": Family(
         "Dots3NoteForCausalLM",

@@ -11,8 +11,9 @@ from odd_specs import NO_CHECKPOINT
 from dayzero.onboard.candidates import site_of
 from dayzero.onboard.candidates.evidence import literal
 from dayzero.onboard.composition import load_reference, specification_of
+from dayzero.onboard.oracle.calls import record_calls
 from dayzero.onboard.oracle.reference import build, redraw, run
-from dayzero.onboard.prove.block import attempt, prove, relative_error
+from dayzero.onboard.prove.block import attempt, errors, prove, relative_error
 from dayzero.onboard.prove.model import prove_model
 from dayzero.onboard.prove.proven import NotProven
 from dayzero.onboard.shrink.shrink import SEQUENCE
@@ -241,6 +242,21 @@ def test_routing_that_takes_a_wrong_expert_for_one_token_is_not_proven():
     with pytest.raises(NotProven) as error:
         proof(model)
     assert [item.where for item in error.value.unproven] == ["model.layers.0.mlp"]
+
+
+def test_inputs_of_which_the_reference_makes_nothing_finite_judge_nothing():
+    """Unless the captured one is among them."""
+    model = reference("llama")
+    calls, _ = record_calls(model, ids_for(131))
+    site = site_of(calls, "model.layers.0.mlp", model.config)
+    best = prove("ffn", site, torch.Generator().manual_seed(2)).survivors[0].candidate
+    block = best.build(site.module, site.config).double()
+    huge = site.call.hidden * 1e200
+    assert errors(site, best, block, huge, torch.Generator()) == {}
+    assert errors(site, best, block, site.call.hidden, torch.Generator())["output"] > 1e-4  # its weights are others
+    call = dataclasses.replace(site.call, args=(huge,), kwargs={})
+    tried = attempt(best, dataclasses.replace(site, call=call), torch.Generator(), thorough=True)
+    assert tried.objection == "the module itself gives no finite output for it"
 
 
 # --- claims that are almost right -----------------------------------------------------------------------------------

@@ -1,0 +1,61 @@
+"""Attention that keeps the keys of the largest learned numbers is proven, and what is nearly that is not."""
+
+import functools
+from dataclasses import replace
+
+import pytest
+import torch
+from zoo import families
+
+from dayzero.onboard.candidates import Candidate, site_of
+from dayzero.onboard.candidates.evidence import literal
+from dayzero.onboard.oracle import reference
+from dayzero.onboard.oracle.calls import record_calls
+from dayzero.onboard.prove.block import attempt, prove
+
+
+@functools.cache
+def proof(**changes):
+    model, _ = reference.build({**families.config("doge"), **changes})
+    reference.redraw(model, torch.Generator().manual_seed(0))
+    calls, _ = record_calls(model, torch.randint(3, 190, (2, 24), generator=torch.Generator().manual_seed(1)))
+    site = site_of(calls, "model.layers.1.self_attn", reference.text_config(model))
+    return site, prove("mixer", site, torch.Generator().manual_seed(2))
+
+
+@pytest.mark.parametrize(
+    ("changes", "keep", "window"),
+    [
+        ({}, 9, None),
+        ({"keep_window_size": 4, "attention_bias": True}, 4, None),
+        ({"sliding_window": 14}, 9, 14),
+        ({"sliding_window": 7}, 9, 7),  # so few that all are kept
+        ({"num_key_value_heads": 8}, 9, None),  # whose numbers are beyond float64 on the largest inputs of the proof
+    ],
+)
+def test_what_is_kept_among_what_is_seen(changes, keep, window):
+    site, verdict = proof(**changes)
+    best = verdict.survivors[0]
+    assert best.error <= 1e-12
+    spec = best.candidate.spec(site.module, site.config)
+    assert (spec.block, spec.arguments["keep"]) == ("DynamicMaskAttention", keep)
+    assert spec.arguments["bias"] == changes.get("attention_bias", False)
+    assert spec.arguments["attention"].arguments.get("window") == window
+
+
+@pytest.mark.parametrize(("argument", "value"), [("keep", 8), ("keep", 10), ("window", 12)])
+def test_what_keeps_or_sees_others_is_not(argument, value):
+    site, verdict = proof()
+    best = verdict.survivors[0].candidate
+    inner = best.arguments["attention"]
+    assert isinstance(inner, Candidate)
+    changed = {argument: literal(value, "changed")}
+    if argument == "keep":
+        mutant = replace(best, arguments={**best.arguments, **changed})
+    else:
+        mutant = replace(
+            best, arguments={**best.arguments, "attention": replace(inner, arguments={**inner.arguments, **changed})}
+        )
+    tried = attempt(mutant, site, torch.Generator().manual_seed(2), thorough=True)
+    assert not tried.proven
+    assert tried.error > 1e-4
