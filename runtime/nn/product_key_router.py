@@ -35,8 +35,8 @@ class ProductKeyRouter(Routing):
 
     def forward(self, x: Tensor, context: Context | None = None) -> tuple[Tensor, Tensor]:
         logits = linear(x.to(torch.promote_types(x.dtype, torch.float32)), self.weight)
-        documents = logits.split(list(context.lengths)) if context is not None else (logits,)
-        lists = torch.cat([part.reshape(2, -1, self.keys) for part in documents], 1)
+        documents = logits.split(list(context.lengths)) if context is not None and context.lengths else (logits,)
+        lists = torch.cat([part.reshape(2, part.shape[0], self.keys) for part in documents], 1)
         (a, b), (row, column) = lists.topk(self.keys, dim=-1)
         scores = (a.unsqueeze(-1) + b.unsqueeze(-2)).flatten(-2)
         names = (row.unsqueeze(-1) * self.keys + column.unsqueeze(-2)).flatten(-2)

@@ -186,6 +186,8 @@ def test_product_keys_read_each_document_by_itself_and_leave_experts_past_the_sq
         assert torch.equal(index[rows], alone[1])
         torch.testing.assert_close(weights[rows], alone[0])
     assert int(index.max()) < 16
+    assert torch.equal(router(x[:4], context_for(0, 4, 0))[1], index[:4])
+    assert router(x[:0], context_for())[1].shape == (0, 3)
 
 
 def test_a_carried_state_is_added_and_left():
