@@ -9,7 +9,7 @@ Raises ValueError if weight is not [H].
 
 from dayzero.kernels.devices import lazy, triton_supports
 from dayzero.kernels.registry import Backend, operator
-from dayzero.kernels.rms_norm import npu, reference
+from dayzero.kernels.rms_norm import blocked, npu, reference
 
 _triton = Backend(
     "triton",
@@ -17,4 +17,6 @@ _triton = Backend(
     lazy("dayzero.kernels.rms_norm.kernel:rms_norm"),
 )
 
-rms_norm = operator("rms_norm", reference=reference.rms_norm, backends=[npu.backend, _triton], check=reference.check)
+rms_norm = operator(
+    "rms_norm", reference=reference.rms_norm, backends=[npu.backend, _triton, blocked.backend], check=reference.check
+)
