@@ -47,7 +47,7 @@ class Balance:
         for every batch: forward, backward; balance.add()
         load = balance.finish()
 
-    Copies are counted per forward pass of a batch, not per execution: a pass that is computed again counts once.
+    Copies count once, also where a pass is computed again; a layer that runs several times has those of every time.
     Raises InputError for settings that this model has nothing to apply to.
     """
 
@@ -99,22 +99,27 @@ class Balance:
         self.counts: dict[str, Tensor] = {}
         self.margins: dict[str, Tensor] = {}
         self.losses: dict[str, Tensor] = {}
+        for mixture in self.mixtures.values():
+            mixture.take_counts()
         for router in self.routers:
             if router.losses is not None:
+                router.losses.take()
                 router.losses.tokens = max(1, tokens)
 
     def add(self) -> None:
-        """Takes in the batch whose forward pass was the last."""
+        """Takes in what was counted since the last time."""
         for name, mixture in self.mixtures.items():
-            if mixture.expert_counts is not None:
-                _add(self.counts, name, mixture.expert_counts)
-            losses = getattr(mixture.router, "losses", None)
-            if losses is not None and losses.margins is not None:
-                _add(self.margins, name, losses.margins)
+            counts = mixture.take_counts()
+            if counts is not None:
+                _add(self.counts, name, counts)
+        names = {id(mixture.router): name for name, mixture in self.mixtures.items()}
         for router in self.routers:
             if router.losses is not None:
-                for name, value in router.losses.values.items():
+                values, margins = router.losses.take()
+                for name, value in values.items():
                     _add(self.losses, name, value.double())
+                if margins is not None and id(router) in names:
+                    _add(self.margins, names[id(router)], margins)
 
     def finish(self, correct: bool = True) -> Load:
         """Sums over the ranks. correct: move selection biases, and choose which experts have two copies from now on."""

@@ -14,25 +14,29 @@ from torch import nn
 from dayzero.runtime.errors import InputError
 from dayzero.runtime.nn import CausalLM
 from dayzero.runtime.nn.context import Context
-from dayzero.runtime.nn.cut import cut
+from dayzero.runtime.nn.cut import Cut, cut
 from dayzero.runtime.rows import Span
 from dayzero.runtime.tensor_parallel import inner_parts, parts_of
 
 
 def part_of(context: Context, span: Span) -> Context:
     """What this rank's tokens see of the context of a whole batch. Raises ValueError for fewer tokens than ranks."""
-    lengths = cut(context.lengths, span)
+    made = sliced(context, span.own, cut(context.lengths, span))
+    return replace(made, shared={name: value[span.own] for name, value in context.shared.items()})
+
+
+def sliced(context: Context, own: slice, lengths: Cut) -> Context:
+    """The context of some rows of it. What earlier layers left is of these rows already."""
     bounds = torch.tensor([0, *lengths], device=context.cu_seqlens.device).cumsum(0)
-    tables = tuple((cos[span.own], sin[span.own]) for cos, sin in context.tables)
-    ids = None if context.ids is None else context.ids[span.own]
+    tables = tuple((cos[own], sin[own]) for cos, sin in context.tables)
+    ids = None if context.ids is None else context.ids[own]
     return replace(
         context,
         cu_seqlens=bounds,
         lengths=lengths,
-        position=context.position[span.own],
+        position=context.position[own],
         tables=tables,
         ids=ids,
-        shared={name: value[span.own] for name, value in context.shared.items()},
     )
 
 

@@ -98,13 +98,15 @@ def make_meshes(layout: Layout, device: str) -> Meshes:
     experts = mesh((layout.efsdp, "efsdp"), (layout.ep, "ep"))
     if layout.together == 1:
         return Meshes(dense, experts)
-    cut, tp, cp = None, None, None
+    cut, tp, cp, both = None, None, None, None
     if layout.tp > 1:
         cut = mesh(*replicas, (layout.dp_shard * layout.cp, "dp_shard"), (layout.tp, "tp"))
         tp = cut.get_group("tp")
     if layout.cp > 1:
         cp = mesh((layout.batches, "batch"), (layout.cp, "cp"), (layout.tp, "tp")).get_group("cp")
-    return Meshes(dense, experts, cut, Split(tp, cp))
+    if layout.tp > 1 and layout.cp > 1:
+        both = mesh((layout.batches, "batch"), (layout.together, "together")).get_group("together")
+    return Meshes(dense, experts, cut, Split(tp, cp, both))
 
 
 def batch_of_rank(layout: Layout) -> int:

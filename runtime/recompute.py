@@ -1,6 +1,7 @@
 """Activation recompute: keep only a layer's input, and run the layer again in the backward pass (Chen et al. 2016,
 arXiv:1604.06174), with the routing as it was."""
 
+import threading
 from functools import partial
 from typing import Any
 
@@ -9,6 +10,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
+_replaying = threading.local()
 ROUTING = frozenset({torch.ops.aten.topk.default})
 
 
@@ -19,6 +21,11 @@ def recompute(layer: nn.Module) -> None:
     before it is sharded: its parameters are then gathered around both passes.
     """
     layer.forward = partial(_recomputed, layer.forward)
+
+
+def computed_again() -> bool:
+    """Whether what runs now is a layer's second computation, in the backward pass: what counts has been counted."""
+    return getattr(_replaying, "layers", 0) > 0
 
 
 def _recomputed(forward, *args):
@@ -57,7 +64,12 @@ class _Replay(TorchDispatchMode):
 
     def __enter__(self):
         self.next = 0
+        _replaying.layers = getattr(_replaying, "layers", 0) + 1
         return super().__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        _replaying.layers -= 1
+        super().__exit__(*error)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func not in ROUTING:

@@ -9,14 +9,15 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from dayzero.runtime.nn import CausalLM, DecoderLayer, GroupedQueryAttention, LatentAttention
+from dayzero.runtime.nn import CausalLM, DecoderLayer, GroupedQueryAttention, LatentAttention, MixtureOfAttention
 from dayzero.runtime.tensor_parallel import check_alone, cuts_of, inner_parts, parts_of
 
 
 @dataclass(frozen=True)
 class Sharing:
-    """Of a kind of layer. width: channels of the inputs of blocks that run on the rows of all tp ranks. keys: channels
-    of keys and values, or latents, that are gathered over cp."""
+    """Of a kind of layer. width: channels of what is gathered over tp: inputs of blocks that run on the rows of all tp
+    ranks, or the keys and values of what sees across ranks. keys: channels of keys and values, or latents, that are
+    gathered over cp."""
 
     width: int
     keys: int
@@ -40,7 +41,10 @@ def sharing_of(layer: nn.Module, tp: int) -> Sharing:
     """Of one layer of the model."""
     width = keys = 0
     for path, part in _parts(layer):
-        if (tp > 1 and cuts_of(part, tp, path)) or getattr(part, "uses_context", False):
+        if isinstance(part, MixtureOfAttention):
+            both = part.key.out_features + part.value.out_features
+            width, keys = width + both, keys + tp * both  # gathered over all ranks, with all heads
+        elif (tp > 1 and cuts_of(part, tp, path)) or getattr(part, "uses_context", False):
             linear = next((module for module in part.modules() if isinstance(module, nn.Linear)), None)
             width += linear.in_features if linear is not None else 0
         for module in part.modules():

@@ -14,6 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 from dayzero.runtime.loss import Head, summed_cross_entropy
 from dayzero.runtime.nn.context import Context
+from dayzero.runtime.nn.cut import Cut, cut
 from dayzero.runtime.rows import Span, even_span, gather, summed_rows
 
 if TYPE_CHECKING:
@@ -21,15 +22,16 @@ if TYPE_CHECKING:
 
 
 class Split:
-    """tp, cp: the groups, None where there is one rank. vocabulary: the first token of this rank's part of embedding
-    and head, None where it has all of them.
+    """tp, cp: the groups, None where there is one rank; together: of both, where there are both. vocabulary: the first
+    token of this rank's part of embedding and head, None where it has all of them.
 
     The model is called with the whole batch on each of these ranks. It embeds the rank's own rows, and its loss is that
     of the rank's own rows: a sum over all ranks counts each token once.
     """
 
-    def __init__(self, tp: ProcessGroup | None, cp: ProcessGroup | None):
+    def __init__(self, tp: ProcessGroup | None, cp: ProcessGroup | None, together: ProcessGroup | None = None):
         self.tp, self.cp = tp, cp
+        self.together = together or cp or tp
         self.vocabulary: int | None = None
         self.begin(0)
 
@@ -68,6 +70,15 @@ class Split:
         from dayzero.runtime.context_parallel import part_of
 
         return part_of(context, self.part)
+
+    def own_context(self, context: Context) -> Context:
+        """Of this rank's rows, for what sees across all ranks that share the batch. context: of its part of them."""
+        from dayzero.runtime.context_parallel import sliced
+
+        lengths = context.lengths.whole if isinstance(context.lengths, Cut) else context.lengths
+        sizes = tuple(size for part in self.part.sizes for size in _dealt_out(part, self.rows))
+        place = self.part.index * len(self.rows.sizes) + self.rows.index
+        return sliced(context, self.rows.own, cut(lengths, Span(self.together, sizes, place)))
 
     def logits(self, x: Tensor, head: Head) -> Tensor:
         """x: own rows -> [T, V] of the whole batch."""
@@ -146,6 +157,12 @@ class _VocabularyLoss(torch.autograd.Function):
         out = shares * weight[:, None]
         out.scatter_add_(1, place[:, None], torch.where(inside, -weight, 0.0)[:, None])
         return out, None, None, None, None
+
+
+def _dealt_out(rows: int, like: Span) -> tuple[int, ...]:
+    """The sizes of `even_span` over as many ranks as `like` has."""
+    ranks = len(like.sizes)
+    return tuple(rows // ranks + (rank < rows % ranks) for rank in range(ranks))
 
 
 def _local(tensor: Tensor) -> Tensor:

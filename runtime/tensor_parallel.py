@@ -9,7 +9,8 @@ if there are fewer of them than ranks, each rank uses the rows of the one that i
 
 There are three ways to run a part of a layer:
 - cut: rows are gathered, the block computes with its share of the weights, and the results are summed and dealt out.
-- by rows: what looks at each token by itself (norms, routers, routed experts) sees the rank's own tokens only.
+- by rows: what looks at each token by itself (norms, routers, routed experts) sees the rank's own tokens only; so does
+  what says `parallel_sequence`: it sees across ranks, as for context parallelism.
 - whole: what can neither be cut nor look at one token by itself runs on all tokens, on every rank.
 
 Whatever is not cut sees each token once over all ranks, or gives each rank its own tokens only, so its gradient is the
@@ -31,6 +32,7 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from dayzero.runtime.errors import InputError
 from dayzero.runtime.nn import CausalLM, RMSNorm
+from dayzero.runtime.nn.context import Context
 from dayzero.runtime.rows import gather, summed, summed_rows
 from dayzero.runtime.split import Split
 
@@ -161,7 +163,9 @@ def split_part(block: nn.Module, mesh: DeviceMesh, split: Split, path: str = "bl
     tp, rank, group = mesh.size(), mesh.get_local_rank(), mesh.get_group()
     cuts = cuts_of(block, tp, path)
     if not cuts:
-        if not getattr(block, "parallel_rows", False) and getattr(block, "uses_context", False):
+        if getattr(block, "parallel_sequence", False):
+            block.forward = partial(_on_own_rows, block.forward, split)
+        elif not getattr(block, "parallel_rows", False) and getattr(block, "uses_context", False):
             block.forward = partial(_on_all_rows, block.forward, split)
         return
     used: list[tuple[nn.Module, str, slice | None]] = []
@@ -258,6 +262,10 @@ def _on_all_rows(forward: Callable[..., Any], split: Split, *args: Any) -> Any:
     span = split.rows
     out = forward(*(gather(value, span) if isinstance(value, Tensor) else value for value in args))
     return tuple(value[span.own] for value in out) if isinstance(out, tuple) else out[span.own]
+
+
+def _on_own_rows(forward: Callable[..., Any], split: Split, x: Tensor, context: Context) -> Any:
+    return forward(x, split.own_context(context))
 
 
 def _biased_once(linear: nn.Linear, forward: Callable[[Tensor], Tensor], here: bool, x: Tensor) -> Tensor:

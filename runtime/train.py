@@ -135,7 +135,7 @@ def train_step(
     token weighs the same in whichever batch it is; that of indexers is a mean over all tokens. A step whose loss or
     gradient is not finite changes nothing."""
     config, started = job.config, time.perf_counter()
-    batches = [_on_device(batch, device, job.layout.cp) for batch in batches]
+    batches = [_on_device(batch, device, job.layout.together) for batch in batches]
     totals = torch.tensor([sum((b.labels != -100).sum() for b in batches), sum(b.ids.numel() for b in batches)])
     valid, tokens = (int(total) // job.layout.together for total in _summed(totals.to(device)))
 
@@ -192,7 +192,7 @@ def evaluate(model: CausalLM, packer: Packer, loss_chunk: int | None, device: to
     model.eval()
     total = torch.zeros(2, dtype=torch.float64 if device.type == "cpu" else torch.float32, device=device)
     for step in range(packer.steps_per_epoch):
-        batch = _on_device(packer.batch(step, batch_of_rank(layout)), device, layout.cp)
+        batch = _on_device(packer.batch(step, batch_of_rank(layout)), device, layout.together)
         total[0] += summed_loss(model, batch, loss_chunk)
         total[1] += (batch.labels != -100).sum()
     for module in model.modules():
@@ -214,7 +214,7 @@ def _description(package: Package, model: CausalLM, job: Job, device: torch.devi
 
 
 def _on_device(batch: Batch, device: torch.device, least: int) -> Batch:
-    """A batch of fewer tokens than the ranks that share its sequence gets untrained ones, in a document of their own:
+    """A batch of fewer tokens than the ranks that share it gets untrained ones, in a document of their own:
     every rank takes part in every collective, and no gradient is missing on any of them."""
     if missing := max(0, least - batch.ids.numel()):
         ids, labels = torch.zeros(missing, dtype=torch.int64), torch.full((missing,), -100)

@@ -7,6 +7,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
+from dayzero.runtime import config
+from dayzero.runtime.balance import Balance
 from dayzero.runtime.headers import read_headers
 from dayzero.runtime.load import load_checkpoint
 from dayzero.runtime.lora import LoRALinear, apply_lora, reset_lora
@@ -21,6 +23,7 @@ LENGTHS = [(5, 9), (12,), (3, 1, 2), (7, 7)]  # documents of each batch; one val
 
 
 def batches(vocabulary: int, rank: int, accumulation: int):
+    """(ids, labels, cu_seqlens) of each of a rank's batches in a step."""
     for micro in range(accumulation):
         lengths = LENGTHS[(rank + micro) % len(LENGTHS)]
         generator = torch.Generator().manual_seed(97 * rank + micro)
@@ -28,6 +31,19 @@ def batches(vocabulary: int, rank: int, accumulation: int):
         labels = torch.randint(0, vocabulary, (sum(lengths),), generator=generator)
         labels[: len(labels) - 1 - rank - 2 * micro] = -100
         yield ids, labels, torch.tensor([0, *torch.tensor(lengths).cumsum(0).tolist()])
+
+
+def padded(ids, labels, bounds):
+    """The same batch as rows of one length: each document is followed by untrained tokens, a document of their own."""
+    documents = list(zip(ids.split(bounds.diff().tolist()), labels.split(bounds.diff().tolist()), strict=True))
+    longest = max(len(document) for document, _ in documents) + 1
+    rows, targets, ends = [], [], [0]
+    for document, wanted in documents:
+        missing = longest - len(document)
+        rows += [document, document.new_zeros(missing)]
+        targets += [wanted, wanted.new_full((missing,), -100)]
+        ends += [ends[-1] + len(document), ends[-1] + longest]
+    return torch.cat(rows), torch.cat(targets), torch.tensor(ends)
 
 
 def push_routing(model, pushes: dict[int, float]) -> None:
@@ -64,7 +80,9 @@ def compare(
     folder: Path, layout: tuple[int, ...], *, dtype=torch.float64, recomputed=False, accumulation=1, lora=False,
     chunk: int | None = None,
     pushes: dict[int, float] | None = None,
+    pad=False,
 ) -> dict:  # fmt: skip
+    """Of a package's model on this layout."""
     package = load_package(folder)
     headers = read_headers(package.checkpoint)
 
@@ -100,25 +118,35 @@ def compare(
         parallelise(model, make_meshes(Layout(*layout), "cpu"))
         model.to_empty(device="cpu")
         read = fill(model)
-    vocabulary = package.spec.vocabulary
-    every = [list(batches(vocabulary, number, accumulation)) for number in range(Layout(*layout).batches)]
+    errors = errors_of(reference, model, Layout(*layout), package.spec.vocabulary, accumulation, chunk, pad)
+    errors["read"] = read
+    errors["placements"] = {name: str(p.placements) for name, p in model.named_parameters() if "experts" in name}
+    return errors
+
+
+def errors_of(reference, model, layout: Layout, vocabulary: int, accumulation=1, chunk: int | None = None, pad=False):
+    """Of one step of the sharded model: the loss, the worst gradient and which it is, the norm. counts: of the whole
+    step, by layer, and whether the sharded model's are the same."""
+    every = [list(batches(vocabulary, number, accumulation)) for number in range(layout.batches)]
     valid = sum(int((labels != -100).sum()) for part in every for _, labels, _ in part)
 
-    want = torch.zeros((), dtype=dtype)
-    counts = 0
-    for part in every:
-        for ids, labels, cu_seqlens in part:
-            loss = reference(ids, cu_seqlens, labels) / valid
+    loads = []
+    totals = []
+    for one, mine, group in (
+        (reference, [batch for part in every for batch in part], None),
+        (model, every[batch_of_rank(layout)], dist.group.WORLD),
+    ):
+        balance = Balance(one, config.Balance(), group)
+        total = torch.zeros((), dtype=reference.embed.weight.dtype)
+        for batch in mine:
+            ids, labels, cu_seqlens = padded(*batch) if pad and one is model else batch
+            loss = one(ids, cu_seqlens, labels, chunk if one is model else None) / valid
             loss.backward()
-            want += loss.detach()
-            counts = counts + torch.stack(
-                [m.expert_counts for m in reference.modules() if isinstance(m, MixtureOfExperts)]
-            )
-    got = torch.zeros((), dtype=dtype)
-    for ids, labels, cu_seqlens in every[batch_of_rank(Layout(*layout))]:
-        loss = model(ids, cu_seqlens, labels, chunk) / valid
-        loss.backward()
-        got += loss.detach()
+            balance.add()
+            total += loss.detach()
+        totals.append(total)
+        loads.append(balance.finish())
+    want, got = totals
     dist.all_reduce(got)
 
     errors = {
@@ -126,7 +154,8 @@ def compare(
         "parameters": 0.0,
         "gradients": 0.0,
         "where": "",
-        "counts": counts.tolist(),
+        "counts": [count.tolist() for count in loads[0].counts.values()],
+        "counted alike": all(loads[1].counts[name].equal(count) for name, count in loads[0].counts.items()),
     }
     expected = dict(reference.named_parameters())
     assert expected.keys() == dict(model.named_parameters()).keys()
@@ -140,6 +169,4 @@ def compare(
                 errors["gradients"], errors["where"] = error, name
     norm = torch.stack([p.grad.norm() for p in expected.values() if p.grad is not None]).norm()
     errors["norm"] = float(abs(gradient_norm(model.parameters()) - norm) / norm)
-    errors["read"] = read
-    errors["placements"] = {name: str(p.placements) for name, p in model.named_parameters() if "experts" in name}
     return errors

@@ -1,4 +1,4 @@
-"""Whole models on meshes that share a batch, for tests of tensor and context parallelism."""
+"""Whole models on meshes, for tests of sharded models and of ranks that share a batch."""
 
 import functools
 
@@ -17,7 +17,7 @@ def model_results(packages, cases):
             name: (packages[package], {"layout": layout, **settings})
             for name, (package, layout, settings) in cases[world].items()
         }
-        return harness.run(ranks.expert_parallel, world, held, timeout=100)
+        return harness.run(ranks.expert_parallel, world, held, timeout=200)
 
     return on
 

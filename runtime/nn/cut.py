@@ -56,7 +56,7 @@ def _starts(lengths: Sequence[int]) -> list[int]:
 def cut(lengths: Sequence[int], span: Span) -> Cut:
     """Raises ValueError if a rank has no tokens."""
     if not all(span.sizes):
-        raise ValueError(f"{sum(span.sizes)} tokens are too few for the {len(span.sizes)} ranks of context parallelism")
+        raise ValueError(f"{sum(span.sizes)} tokens are too few for the {len(span.sizes)} ranks that share them")
     first, end = span.first, span.first + span.size
     pieces, start = [], 0
     for length in lengths:

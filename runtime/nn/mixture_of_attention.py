@@ -30,6 +30,7 @@ class MixtureOfAttention(Routed):
 
     uses_context = True
     context_parallel = True
+    parallel_sequence = True  # nor are its rows gathered over tp
     lora_targets = ("key", "value")
 
     def __init__(

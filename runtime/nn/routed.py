@@ -3,6 +3,8 @@
 import torch
 from torch import Tensor, nn
 
+from dayzero.runtime.recompute import computed_again
+
 from .capacity import Capacity, within_capacity
 from .expert_parallel import Exchange
 from .experts import Experts
@@ -14,7 +16,8 @@ class Routed(nn.Module):
 
     `capacity` limits how many copies an expert takes; None for no limit.
     `exchange` is set by parallelisation: the ranks that share the experts, None when each rank has them all.
-    `expert_counts` [E] int64 holds the copies of this rank's tokens per expert, of the last forward pass.
+    `expert_counts` [E] int64 holds the copies of this rank's tokens per expert since they were last taken, each once: a
+    layer of a loop has those of all its passes, and what is computed again counts nothing.
     """
 
     def __init__(self, router: Routing, experts: Experts):
@@ -31,8 +34,15 @@ class Routed(nn.Module):
         each rank is as likely for each of its choices."""
         return ranks * (1 - (1 - 1 / ranks) ** self.router.top_k)
 
+    def take_counts(self) -> Tensor | None:
+        """`expert_counts`, which begin anew."""
+        counts, self.expert_counts = self.expert_counts, None
+        return counts
+
     def _count(self, index: Tensor) -> None:
-        self.expert_counts = torch.bincount(index.flatten(), minlength=self.router.experts)[: self.experts.experts]
+        if not computed_again():
+            counts = torch.bincount(index.flatten(), minlength=self.router.experts)[: self.experts.experts]
+            self.expert_counts = counts if self.expert_counts is None else self.expert_counts + counts
 
     def _limited(self, index: Tensor, weights: Tensor) -> tuple[int | None, Tensor]:
         """(copies that an expert takes, or None for all; the index without those over it)."""

@@ -17,6 +17,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from dayzero.runtime.recompute import computed_again
+
 from .cut import Cut
 
 if TYPE_CHECKING:
@@ -33,9 +35,9 @@ class RouterLosses:
     """auxiliary, sequence, z: what each loss is multiplied by; 0 for none. group: the ranks whose batches are one.
     split: how ranks share a batch, where they do; each has the losses of its own tokens then.
 
-    tokens: of the step, set before it. values: each loss as it was in the last forward pass, of this rank's tokens.
-    margins [E, bins] int64, if count_margins: of the last forward pass, by how much an expert's score missed the
-    selection (positive) or exceeded what was needed (negative).
+    tokens: of the step, set before it. values: each loss, of this rank's tokens. margins [E, bins] int64, if
+    count_margins: by how much an expert's score missed the selection (positive) or exceeded what was needed (negative).
+    Both since they were last taken, summed over forward passes, without what is computed again.
     """
 
     auxiliary: float = 0.0
@@ -70,11 +72,20 @@ class RouterLosses:
             losses["sequence"] = self.sequence * self._by_document(chances, index, lengths)
         if self.z:
             losses["z"] = self.z * logits.logsumexp(-1).square().sum()
-        if self.count_margins:
-            self.margins = count_margins(selected.detach(), index)
         losses = {name: loss / self.tokens for name, loss in losses.items()}
-        self.values = {name: loss.detach() for name, loss in losses.items()}
+        if not computed_again():
+            for name, loss in losses.items():
+                self.values[name] = self.values.get(name, 0) + loss.detach()
+            if self.count_margins:
+                margins = count_margins(selected.detach(), index)
+                self.margins = margins if self.margins is None else self.margins + margins
         return _Attach.apply(weights, sum(losses.values())) if losses else weights
+
+    def take(self) -> tuple[dict[str, Tensor], Tensor | None]:
+        """(values, margins), which begin anew."""
+        taken = self.values, self.margins
+        self.values, self.margins = {}, None
+        return taken
 
     def _copies(self, index: Tensor, experts: int) -> tuple[Tensor, Tensor]:
         """Copies of each expert and of all, over the group."""

@@ -21,11 +21,15 @@ FAST = [("full", "recompute", 3), ("lora", "keep", 1)]
 
 
 @pytest.fixture(scope="module")
-def errors(tmp_path_factory):
-    """errors(case): those of a case on every rank; the fast ones are computed in one go, and the others too."""
+def package(tmp_path_factory):
     folder = tmp_path_factory.mktemp("gradients")
     config = {"num_hidden_layers": 2, "num_experts": 8, "tokenizer": False}
-    package = handmade.write(tiny.make("mixtral", folder / "checkpoint", **config), folder / "package")
+    return handmade.write(tiny.make("mixtral", folder / "checkpoint", **config), folder / "package")
+
+
+@pytest.fixture(scope="module")
+def errors(package):
+    """errors(case): those of a case on every rank; the fast ones are computed in one go, and the others too."""
     layouts = itertools.cycle([(2, 2, 2), (1, 4, 2), (1, 4, 4)])
     cases = [
         (next(layouts), "muon" if mode == "full" and accumulation == 3 else "adamw", mode == "lora",
@@ -51,3 +55,19 @@ def test_a_step_equals_that_of_one_process(case, errors):
     for of_rank in errors(case):
         assert of_rank.keys() == {"gradients", "norm", "clipped", "step"}
         assert all(error <= 1e-9 for error in of_rank.values()), of_rank
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("world", "case"),
+    [
+        (2, ((1, 2, 2), "muon", False, False, 3)),
+        (2, ((2, 1, 1), "adamw", True, True, 1)),
+        (8, ((2, 4, 4), "adamw", False, True, 3)),
+        (8, ((1, 8, 4), "muon", False, False, 1)),
+    ],
+)
+def test_a_step_on_other_numbers_of_ranks(world, case, package):
+    """case: layout, optimizer, LoRA, recompute, accumulation."""
+    for (errors,) in harness.run(ranks_gradients.worst_errors, world, package, [case], timeout=100):
+        assert all(error <= 1e-9 for error in errors.values()), errors

@@ -8,6 +8,7 @@ import pytest
 import ranks
 import tiny
 import torch
+from split_models import by_world, model_results
 
 from dayzero.runtime.package import load_package
 
@@ -82,9 +83,46 @@ def test_equals_one_process(name, errors):
         assert result["loss"] <= tolerance
         assert result["gradients"] <= tolerance, result["where"]
         assert result["norm"] <= tolerance
+        assert result["counted alike"]
         for layer in result["counts"]:
             for expert, push in case.get("pushes", {}).items():
                 assert layer[expert] == (0 if push < 0 else sum(layer) // len(case["pushes"]))
+
+
+# The same on other numbers of ranks; padded: each rank's rows as long as its longest.
+WORLDS = {
+    2: {
+        "shard2": ("mixtral", (1, 2, 1), {"recomputed": True}),
+        "ep2": ("qwen", (1, 2, 2), {"accumulation": 3}),
+        "replicate2": ("mixtral", (2, 1, 1), {"chunk": 5}),
+        "padded": ("qwen", (1, 2, 2), {"pad": True, "accumulation": 3}),
+        "lora-padded": ("qwen", (2, 1, 2), {"lora": True, "pad": True, "recomputed": True}),
+    },
+    8: {
+        "ep4-efsdp2": ("qwen", (1, 8, 4), {"recomputed": True}),
+        "replicate2-ep2": ("mixtral", (2, 4, 2), {"accumulation": 3, "pad": True}),
+        "ep1": ("qwen", (1, 8, 1), {}),
+        "expert-without-tokens": ("mixtral", (1, 8, 2), {"pushes": {3: -20.0}}),
+        "all-to-one-expert": ("top1", (1, 8, 2), {"pushes": {4: 20.0}}),
+        "tp2-cp2": ("qwen", (2, 1, 4, 2, 2), {"recomputed": True}),
+        "lora": ("qwen", (2, 4, 4), {"lora": True, "recomputed": True, "accumulation": 3}),
+    },
+}
+
+
+@pytest.fixture(scope="module")
+def on_worlds(packages):
+    return model_results(packages, WORLDS)
+
+
+@pytest.mark.parametrize(("world", "name"), by_world(WORLDS))
+def test_equals_one_process_on_any_number_of_ranks(world, name, on_worlds):
+    padded = WORLDS[world][name][2].get("pad", False)
+    for result in (of_rank[name] for of_rank in on_worlds(world)):
+        assert result["loss"] <= 1e-9
+        assert result["gradients"] <= 1e-9, result["where"]
+        assert result["norm"] <= 1e-9
+        assert result["counted alike"] != padded  # padding has experts too, of no weight
 
 
 def test_each_rank_reads_its_own_bytes(errors, packages):
