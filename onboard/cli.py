@@ -276,6 +276,8 @@ def _explain(tried: list[Any], module: str | None) -> None:
         raise InputError("--explain", found=module, expected="one of: " + ", ".join(item.module for item in tried))
     for item in chosen:
         print(_plain(f"{item.module}: {item.block} of {item.candidates} candidates, {item.error:.1e} ({item.where})"))
+        if item.why:
+            print(_plain(f"  {item.why}"))
         for miss, times in Counter(item.misses).items():
             print(_plain(f"  not {miss}" + (f" ({times} alike)" if times > 1 else "")))
 

@@ -222,6 +222,7 @@ def _block(attempt: Attempt, module: nn.Module, config: Any, path: str) -> Block
         module=path,
         error=max(rounded_up(attempt.error), 1e-12),
         evidence=attempt.candidate.describe(),
+        why=attempt.why,
     )
     return spec.model_copy(update={"proof": proof})
 

@@ -53,7 +53,8 @@ from dayzero.runtime.weights import Source
 
 class Tried(Record):
     """How the block for one reference module was found. candidates: how many were tried; misses: a line for each of the
-    others, the nearest first: what it claims that the chosen one does not, and why it was not taken."""
+    others, the nearest first: what it claims that the chosen one does not, and why it was not taken. why: of the
+    reference's own code, why no block stands there."""
 
     module: str
     block: str
@@ -61,6 +62,7 @@ class Tried(Record):
     where: str
     candidates: int
     misses: list[str]
+    why: str = ""
 
 
 class Specification(Record):
@@ -294,6 +296,7 @@ def _tried(path: str, attempts: list[Attempt]) -> Tried:
         where=best.where,
         candidates=len(attempts),
         misses=misses,
+        why=best.why,
     )
 
 

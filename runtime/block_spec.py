@@ -17,13 +17,15 @@ class Proof(Record):
     """Why a block stands for its reference module.
 
     module: the reference module's path. error: upper bound of the worst relative error over outputs, input gradients
-    and parameter gradients, float64. evidence: one line each, what decided the parameters.
+    and parameter gradients, float64. evidence: one line each, what decided the parameters. why: of a lifted one, why no
+    block stands for it.
     """
 
     status: ProofStatus
     module: str
     error: float | None = None
     evidence: list[str] = Field(default_factory=list)
+    why: str = Field(default="", exclude_if=lambda why: not why)
 
 
 class BlockSpec(Record):

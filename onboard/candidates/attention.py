@@ -15,6 +15,7 @@ from torch import Tensor
 
 from dayzero.onboard.candidates.attention_pieces import Norm, Piece, Road, distinct_norms
 from dayzero.onboard.candidates.attention_scores import ScoresSolver
+from dayzero.onboard.candidates.attention_stops import attention_stop
 from dayzero.onboard.candidates.equality import CLOSE, close, distinct_heads, multiple
 from dayzero.onboard.candidates.evidence import Candidate, Evidence, Site, literal, present, size
 from dayzero.onboard.candidates.feed_forward import linear_calls
@@ -40,7 +41,10 @@ def propose_attention(site: Site) -> list[Candidate]:
 
 
 class AttentionSolver(ScoresSolver):
-    """linears: every projection below the module. end: the last one, whose output is the module's."""
+    """linears: every projection below the module. end: the last one, whose output is the module's. block: what its
+    candidates are, or are inside of."""
+
+    block = "GroupedQueryAttention"
 
     def __init__(self, site: Site, linears: dict[str, Call], end: str, seen: SoftmaxSeen):
         super().__init__(site, seen)
@@ -80,6 +84,15 @@ class AttentionSolver(ScoresSolver):
     # --- all together -----------------------------------------------------------------------------------------------
 
     def candidates(self) -> Iterator[Candidate]:
+        found = self._together()
+        first = next(found, None)
+        if first is not None:
+            yield first
+        elif self.site.stops is not None:
+            self.site.stops.append(attention_stop(self))
+        yield from found
+
+    def _together(self) -> Iterator[Candidate]:
         wide = self.linears[self.end].hidden.shape[-1]
         if self.key.shape[1] != self.query.shape[1] or wide != self.heads * self.value_dim:
             return

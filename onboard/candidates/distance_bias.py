@@ -20,6 +20,8 @@ from dayzero.runtime.weights import Source, Stored
 class _BiasedSolver(AttentionSolver):
     """Scores less the bias are the products' multiple."""
 
+    block = "DistanceBiasedAttention"
+
     def __init__(self, site: Site, linears: dict, end: str, seen: SoftmaxSeen, bias: Tensor):
         super().__init__(site, linears, end, seen)
         self.bias = bias

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, overload
 import torch
 from torch import Tensor, nn
 
+from dayzero.onboard.candidates.stops import Stop
 from dayzero.onboard.oracle.calls import Call
 from dayzero.onboard.prove.trace import Operations, trace
 from dayzero.onboard.structure.handed import context_of, made_already
@@ -169,11 +170,13 @@ class Candidate:
 
 @dataclass
 class Site:
-    """One module of the reference as it was called. inner: the calls below it, by path relative to it."""
+    """One module of the reference as it was called. inner: the calls below it, by path relative to it. stops: None, or
+    where proposers leave how far they came."""
 
     call: Call
     inner: dict[str, Call]
     config: Any
+    stops: list[Stop] | None = field(default=None, kw_only=True)
 
     @property
     def module(self) -> nn.Module:

@@ -23,6 +23,7 @@ from dayzero.onboard.candidates.latent_projections import (
     sizes_of,
 )
 from dayzero.onboard.candidates.norm import epsilons
+from dayzero.onboard.candidates.stops import Stop
 from dayzero.onboard.oracle.calls import Call, same, tensors
 from dayzero.onboard.structure.handed import handed_tables
 from dayzero.onboard.structure.left import handed_index, handed_latents
@@ -72,14 +73,23 @@ def _with_details(
     if sinks:
         arguments["sinks"] = present(sinks[0])
         parameters["sinks"] = Stored(sinks[0])
+    key_norms, exchanges = _key_norms(site, parts, sizes, norms), _exchanges(site, parts)
+    selections = _selections(site, parts, indexers)
+    if site.stops is not None and not (key_norms and selections and exchanges):
+        chosen = tuple(name for name, _ in site.module.named_parameters() if inside(name, indexers))
+        left = tuple(f"{path}.weight" for path in norms) if not key_norms else ()
+        without = {"what its indexer chooses": chosen} if not selections else {}
+        without |= {"one of its norms": left} if left else {}
+        without |= {"latents that layers hand on": ()} if not exchanges else {}
+        site.stops.append(Stop("LatentAttention", without))
     options = itertools.product(
-        _key_norms(site, parts, sizes, norms),
+        key_norms,
         _rotations(site, sizes),
         held_scales(site, sizes.nope + sizes.rope),
         _latent_scales(site, parts),
         _position_scales(site, heads, indexers),
-        _selections(site, parts, indexers),
-        _exchanges(site, parts),
+        selections,
+        exchanges,
     )
     for (key_norm, key_norm_source), rotary, scale, scales, position, selection, (exchange, rotaries) in options:
         if rotary["rotary"].resolve(site.module, site.config) not in rotaries:

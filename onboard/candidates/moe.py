@@ -18,6 +18,7 @@ from dayzero.onboard.candidates.moe_parts import Parts, close, loaded
 from dayzero.onboard.candidates.nesting import Inner
 from dayzero.onboard.candidates.odd_routers import propose_odd_routers
 from dayzero.onboard.candidates.router import dense, propose_router
+from dayzero.onboard.candidates.stops import Stop
 
 MOST = 64  # candidates handed to the prover
 
@@ -38,9 +39,10 @@ def _combined(parts: Parts, routers_of: Callable[[Parts], Iterator[Candidate]]) 
     """Routers x experts x surroundings, those that hold on the captured values."""
     width = parts.expert_input.shape[1] if parts.expert_input is not None else parts.stream.shape[1]
     experts = list(_experts(parts, width))
-    if not experts:
-        return
-    routers = [_with_block_scale(parts, router) for router in routers_of(parts)]
+    routers = [_with_block_scale(parts, router) for router in routers_of(parts)] if experts else []
+    if not routers and parts.site.stops is not None:
+        what, names = ("its router", tuple(parts.free)) if experts else ("its experts", tuple(parts.bank.parameters))
+        parts.site.stops.append(Stop("MixtureOfExperts", {what: names}))
     for router, container, around in itertools.product(routers, experts, list(surroundings(parts, width))):
         arguments, parameters = around
         held = {"router": router, "experts": container, **arguments}

@@ -17,6 +17,8 @@ from dayzero.runtime.weights import Stored
 class _RelativeSolver(AttentionSolver):
     """Scores less the bias are the products' multiple."""
 
+    block = "RelativeAttention"
+
     def __init__(self, site: Site, linears: dict, end: str, seen: SoftmaxSeen, bias: Tensor):
         super().__init__(site, linears, end, seen)
         self.bias = bias

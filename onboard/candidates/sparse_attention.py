@@ -18,6 +18,8 @@ from dayzero.onboard.oracle.calls import same
 class _SparseSolver(AttentionSolver):
     """The mask is the indexer's business, and a token need not see itself."""
 
+    block = "IndexedAttention"
+
     def _visibility(self) -> list[dict[str, Evidence]] | None:
         return [{}]
 

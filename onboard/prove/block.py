@@ -34,13 +34,15 @@ _WEIGHT_GAINS = (1.0, 2.5)
 @dataclass
 class Attempt:
     """One candidate and how it fared. error: worst relative error so far; objection: why it was rejected, if it was.
-    thorough: whether it held on the captured input, so that it was tried on others too."""
+    thorough: whether it held on the captured input, so that it was tried on others too. why: of the reference's own
+    code, why no block stands there."""
 
     candidate: Candidate
     error: float
     where: str
     objection: str = ""
     thorough: bool = False
+    why: str = ""
 
     @property
     def proven(self) -> bool:
@@ -160,13 +162,26 @@ def attempt(
     _load(block, candidate, site)
     if wrong := _left(site, block, leaves_all):
         return Attempt(candidate, worst, where, wrong)
+    return Attempt(candidate, worst, where, "; ".join(_apart(candidate, site, block)))
+
+
+def _apart(candidate: Candidate, site: Site, block: nn.Module) -> list[str]:
+    """Operations and constants of the one that the other has not, one line each."""
     function = block_function(site, block, exact=False)
     ours = trace(lambda: function(site.call.hidden))
     # Copied code makes its own rotary tables again; our blocks are handed them.
     theirs = trace(lambda: site.call.replay(site.call.hidden)) if candidate.lifts else site.operations
     unexplained = [f"reference only: {line}" for line in _without_lengths(site, theirs.difference(ours))]
-    unexplained += [f"block only: {line}" for line in ours.difference(theirs)]
-    return Attempt(candidate, worst, where, "; ".join(unexplained))
+    return unexplained + [f"block only: {line}" for line in ours.difference(theirs)]
+
+
+def operations_apart(candidate: Candidate, site: Site) -> list[str]:
+    """As the proof lists them, for a candidate that may miss; [] for one that cannot be run."""
+    try:
+        block = candidate.build(site.module, site.config).to(torch.float64)
+        return [] if _load(block, candidate, site) else _apart(candidate, site, block)
+    except (RuntimeError, ValueError, TypeError, AttributeError, LookupError):
+        return []
 
 
 def _left(site: Site, block: nn.Module, leaves_all: bool) -> str:

@@ -20,8 +20,8 @@ def contradiction(site: Site) -> str | None:
         used = _used(site, bank)
         if used and (unheard := sorted(chosen - used)):
             return (
-                f"the reference contradicts itself: its router gives tokens to experts {_shown(sorted(chosen))} of "
-                f"{bank.owner or 'the module'}, but only {_shown(sorted(used))} have any effect, not {_shown(unheard)}"
+                f"the reference contradicts itself: its router gives tokens to experts {_shown(sorted(chosen))}, "
+                f"but only {_shown(sorted(used))} have any effect, not {_shown(unheard)}"
             )
     return None
 

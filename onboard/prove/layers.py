@@ -73,7 +73,8 @@ def _prove_or_lift_layer(prover: Prover, rotaries: Rotaries, layer: str, signatu
             key = (role, part_signature(signature, path), handed(prover.calls[f"{layer}.{path}"]))
             if (attempt := prover.best(_PROPOSE_AS[role], f"{layer}.{path}", key)) is not None:
                 inside[path] = attempt.candidate
-        attempt = prover.lifted(layer, ("layer", signature, handed(call)), inside)
+        why = "; ".join(item.why if item.where in {"structure", layer} else str(item) for item in error.unproven)
+        attempt = prover.lifted(layer, ("layer", signature, handed(call)), replace=inside, why=why)
         if attempt is None:
             own = prover.unproven.get(layer)  # none where a layer like it was tried before
             raise NotProven(_with_own_code(error.unproven, own) if own else error.unproven) from None
@@ -132,7 +133,7 @@ def _prove_layer(prover: Prover, rotaries: Rotaries, layer: str, signature: Any)
         proven, open_units = _prove_units(prover, rotaries, layer, signature, wiring, lift=True)
         if not open_units and not prover.beside(layer, wiring):
             return _proven_layer(prover, layer, proven, wiring)
-    raise NotProven(first)
+    raise NotProven([prover.unproven.get(item.where, item) for item in first])  # why it could not be copied, too
 
 
 def _proven_layer(prover: Prover, layer: str, parts: list[ProvenPart], wiring: LayerParts) -> ProvenLayer:
@@ -160,7 +161,7 @@ def _prove_units(
         roles = _PROPOSE_AS[unit.role] if len(unit.inputs) == 1 else ("mixer of several", "join")
         attempt = prover.best(roles, path, key, call=call)
         if attempt is None and lift and unit.role not in {"routing", "chain"}:
-            attempt = prover.lifted(path, key, call=call)
+            attempt = prover.lifted(path, key, roles, call=call)
         if attempt is None:
             open_units.append(unit.path)
             continue
@@ -190,7 +191,7 @@ def _prove_stream_layer(prover: Prover, rotaries: Rotaries, layer: str, signatur
             roles = () if item.connection is None else (item.name if name == "block" else name,)
             attempt = prover.best(roles, path, key, call=call)
             if attempt is None and item.connection is None:
-                attempt = prover.lifted(path, key)
+                attempt = prover.lifted(path, key, roles)
             if attempt is None:
                 unproven.append(prover.unproven.get(path) or Unproven(path, "no block reproduces it"))
             else:

@@ -11,6 +11,7 @@ from torch import nn
 from dayzero.onboard.candidates import Candidate, Site, site_of
 from dayzero.onboard.candidates.refit import refitted_to
 from dayzero.onboard.lift.lifting import prove_lifted
+from dayzero.onboard.lift.reason import reason
 from dayzero.onboard.oracle.calls import Call, tensors
 from dayzero.onboard.oracle.reference import text_config
 from dayzero.onboard.prove.block import Attempt, attempt, prove
@@ -93,26 +94,35 @@ class Prover:
         self,
         path: str,
         signature: tuple,
+        roles: tuple[str, ...] = (),
         replace: Mapping[str, Candidate] | None = None,
         call: Call | None = None,
+        why: str = "",
     ) -> Attempt | None:
         """The module's own code, copied, where that is proven to do the same; None, with the reason in `unproven`.
 
-        replace: paths inside it -> what stands there instead.
+        roles: for which no block was found. replace: paths inside it -> what stands there instead. why: no block
+        stands there; found out where it is not given.
         """
         key = (("lifted", *sorted(replace or {})), signature)
         if key not in self.known:
             self.tell(f"lifting {path}")
             site = site_of(self.calls, path, self.config)
+            if not self.usual:  # of a model that is asked what becomes of it, nobody is told
+                inputs = 1 if call is None else len(call.inputs)
+                why = why or self.contradictions.get(path) or reason(site, roles, self.attempts.get(path, []), inputs)
             site.call = call or site.call
-            made, attempts, why = prove_lifted(site, replace or {}, self.generator)
+            made, attempts, objection = prove_lifted(site, replace or {}, self.generator)
             self.attempts.setdefault(path, []).extend(attempts)
             self.known[key] = made
-            if made is None:
+            if made is not None:
+                made.why = why
+            else:
                 before = self.unproven.get(path)
                 tried = [*(before.tried if before else []), *(f"{a.candidate.block}: {a.objection}" for a in attempts)]
-                reason = f"{before.why}, and its own code cannot stand by itself: {why}" if before else why
-                self.unproven[path] = Unproven(path, reason, tried[-3:])
+                said = f"{before.why} ({why}), and" if before else f"{why};"
+                said += f" its own code cannot stand by itself: {objection}"
+                self.unproven[path] = Unproven(path, said, tried[-3:])
         return self.known[key]
 
 

@@ -133,9 +133,7 @@ def uses(spec: ModelSpec) -> list[tuple[BlockSpec, str]]:
             if found is None:
                 where.append((block, found := {}))
             found.setdefault(f"{name} of {whose}", []).extend(layers)
-    made = [
-        (block, ", ".join(f"{name}{_layers(sorted(layers))}" for name, layers in held.items())) for block, held in where
-    ]
+    made = [(block, _where(held)) for block, held in where]
     rest: list[tuple[str, BlockSpec | None]] = [
         ("embedding norm", spec.embed_norm),
         ("merge of streams", spec.merge),
@@ -150,6 +148,10 @@ def uses(spec: ModelSpec) -> list[tuple[BlockSpec, str]]:
         rest += [("last norm of the encoder", spec.encoder.norm), ("positions of the encoder", spec.encoder.positions)]
     rest += [(f"rotary table {number}", rotary) for number, rotary in enumerate(spec.rotaries)]
     return [*made, *((block, name) for name, block in rest if block is not None)]
+
+
+def _where(places: dict[str, list[int]]) -> str:
+    return ", ".join(f"{name}{_layers(sorted(layers))}" for name, layers in places.items())
 
 
 def _layers(numbers: list[int]) -> str:
@@ -206,6 +208,12 @@ def _value(value: Any) -> str:
     return f"{value:.6g}" if isinstance(value, float) else str(value)
 
 
-def lifted(spec: ModelSpec) -> list[str]:
-    """The reference modules whose own code is run, with where the model has them."""
-    return [f"{module_of(block)} ({where})" for block, where in uses(spec) if is_lifted(block)]
+def lifted(spec: ModelSpec) -> list[tuple[str, str, str]]:
+    """(module, where the model has it, why no block stands for it) of the reference modules whose own code is run."""
+    found: dict[tuple[str, str], dict[str, list[int]]] = {}
+    for whose, number, layers in layers_of(spec):
+        for name, block in spec.layer_kinds[number].blocks.items():
+            if is_lifted(block):
+                places = found.setdefault((module_of(block), block.proof.why if block.proof else ""), {})
+                places.setdefault(f"{name} of {whose}", []).extend(layers)
+    return [(module, _where(places), why) for (module, why), places in found.items()]

@@ -36,13 +36,13 @@ WORKERS = 2
 @dataclass
 class Result:
     """How far a family came. rungs: verdict of those that ran. share: of the parameters of the layers, how much is in
-    proven blocks; None where that cannot be said. lifted: reference modules whose code was taken over. why: what is
-    not proven, or what went wrong, one line each."""
+    proven blocks; None where that cannot be said. lifted: (module whose code was taken over, where, why no
+    block stands for it). why: what is not proven, or what went wrong, one line each."""
 
     family: str
     rungs: dict[str, str] = field(default_factory=dict)
     share: float | None = None
-    lifted: list[str] = field(default_factory=list)
+    lifted: list[tuple[str, str, str]] = field(default_factory=list)
     why: list[str] = field(default_factory=list)
     seconds: float = 0.0
 
@@ -76,6 +76,7 @@ def onboard(family: str, folder: Path, tell: Any = lambda line: None) -> Result:
     from dayzero.onboard.agent import climb, specify_checkpoint
     from dayzero.onboard.checkpoint import read_checkpoint
     from dayzero.onboard.prove.proven import NotProven
+    from dayzero.onboard.report.layers import lifted
 
     result, start = Result(family), time.monotonic()
     try:
@@ -88,7 +89,7 @@ def onboard(family: str, folder: Path, tell: Any = lambda line: None) -> Result:
                 result.why += [f"    {line}" for item in error.unproven for line in item.tried[:1]]
                 result.share = _share_left(families.config(family), [item.where for item in error.unproven])
             else:
-                result.share, result.lifted = _share(specification.spec)
+                result.share, result.lifted = _share(specification.spec), lifted(specification.spec)
                 alignment = climb(checkpoint, specification, ledger, tell)
                 result.rungs = {name: rung.verdict for name, rung in alignment.rungs.items()}
                 for name, rung in alignment.rungs.items():
@@ -119,13 +120,13 @@ def _limited(seconds: int) -> Iterator[None]:
         signal.signal(signal.SIGALRM, before)
 
 
-def _share(spec: Any) -> tuple[float, list[str]]:
-    """The share of the blocks' parameters that are in proven ones, and the modules of the lifted ones."""
+def _share(spec: Any) -> float:
+    """The share of the blocks' parameters that are in proven ones."""
     import torch
 
     from dayzero.runtime.nn.lifted import classes_of
 
-    total, proven, lifted = 0, 0, []
+    total, proven = 0, 0
     lifted_classes = classes_of(spec.lifted)
     with torch.device("meta"):
         blocks = [block for kinds in spec.stacks().values() for kind in kinds for block in kind.blocks.values()]
@@ -134,9 +135,7 @@ def _share(spec: Any) -> tuple[float, list[str]]:
             total += held
             if block.proof is not None and block.proof.status == "proven":
                 proven += held
-            elif block.proof is not None and block.proof.module not in lifted:
-                lifted.append(block.proof.module)
-    return proven / max(1, total), lifted
+    return proven / max(1, total)
 
 
 def _share_left(config: dict[str, Any], where: list[str]) -> float | None:
@@ -235,9 +234,29 @@ def table(results: list[Result], seconds: float) -> str:
         rungs = [result.rungs.get(rung, "-") for rung in RUNGS]
         share = "-" if result.share is None else f"{int(1000 * result.share) / 10:.1f}%"
         why = result.why[0].replace("|", "/")[:160] if result.why else ""
-        cells = [result.family, *rungs, share, ", ".join(result.lifted), why, f"{result.seconds:.0f}"]
+        modules = ", ".join(dict.fromkeys(module for module, _, _ in result.lifted))
+        cells = [result.family, *rungs, share, modules, why, f"{result.seconds:.0f}"]
         lines.append("| " + " | ".join(cells) + " |")
+    reasons = [line for result in sorted(results, key=lambda result: result.family) for line in _reasons(result)]
+    if reasons:
+        lines += ["", "## What is lifted, and why", ""]
+        lines += [
+            "What the search says of each block that is the reference's own code: the block of the library that is"
+        ]
+        lines += [
+            "nearest and what of the reference it has no explanation for, or what the reference has and runs.",
+            "",
+        ]
+        lines += reasons
     return "\n".join(lines) + "\n"
+
+
+def _reasons(result: Result) -> list[str]:
+    """One line for each reason, with all modules that have it."""
+    places: dict[str, list[str]] = {}
+    for module, where, why in result.lifted:
+        places.setdefault(why, []).append(f"`{module}` ({where})")
+    return [f"- **{result.family}** {', '.join(held)}: {why or 'not said'}" for why, held in places.items()]
 
 
 def main() -> int:
@@ -259,8 +278,8 @@ def main() -> int:
         if options.families:
             for line in result.why[1:]:
                 print(f"    {line}")
-            for module in result.lifted:
-                print(f"    lifted: {module}")
+            for line in _reasons(result):
+                print(f"    lifted: {line[2:]}")
         sys.stdout.flush()
     if options.json:
         options.json.write_text(json.dumps([asdict(result) for result in results], indent=1))

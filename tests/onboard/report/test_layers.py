@@ -77,13 +77,13 @@ def test_parts_that_layers_share_are_named_with_their_layers():
 
 
 def test_lifted_parts_are_named_with_their_layers(base):
-    proof = Proof(status="lifted", module="model.layers.{layer}.odd", error=1e-12)
+    proof = Proof(status="lifted", module="model.layers.{layer}.odd", error=1e-12, why="no block is like it")
     odd = BlockSpec(
         block="Lifted", arguments={"module": "OddMixer", "settings": {}, "handed": {}, "tables": []}, proof=proof
     )
     kind = LayerKind(parts=[PartSpec(name="mixer", block=odd, reads="x")], gives="x + mixer")
     spec = base.model_copy(update={"layer_kinds": [kind], "layers": [LayerRun(first=0, count=3, kind=0)]})
-    assert report_layers.lifted(spec) == ["model.layers.{layer}.odd (mixer of layers 0-2)"]
+    assert report_layers.lifted(spec) == [("model.layers.{layer}.odd", "mixer of layers 0-2", "no block is like it")]
     (row,) = report_layers.kinds(spec)
     assert (row["mixer"], row["ffn"]) == ("OddMixer, lifted", "-")
     assert row["parts"][0]["status"] == "lifted"
