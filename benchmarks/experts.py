@@ -4,11 +4,15 @@ A mixture of experts, hidden width 256, expert width 256, 8 experts a token: our
 its grouped_mm experts, on the same weights and tokens, forward and backward, with experts that are trained or frozen as
 under LoRA. `x` is the time of a row against the same implementation with the fewest experts, `of ours` the time against
 ours. The router is part of it: with 896 experts its float32 product alone is 0.15 of the operations of the 8 experts.
-Times are the process's own seconds on one thread; variants take turns and the fastest of each counts.
+Times are the process's own seconds on one thread; variants take turns and the fastest of each counts. Memory comes in
+large pages for all of them, as in `runtime train`.
 """
 
 import argparse
+import os
 import time
+
+os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")  # read when torch is imported
 
 import torch
 from rich.console import Console

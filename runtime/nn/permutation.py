@@ -1,11 +1,13 @@
 """Copies of tokens sorted by expert, and their results summed back in the tokens' order."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
+_BLOCK = 1 << 15  # numbers
 Weigh = Literal["output", "input"]
 Compute = Callable[[Tensor, Tensor], Tensor]
 
@@ -42,11 +44,11 @@ def through_experts(
     compute(rows [M, H], counts [E]) -> [M, H] is what the experts do to rows sorted by expert.
     """
     rows = spread(x, copies.row)
-    weights = weights_TK.flatten().index_select(0, copies.place).to(x.dtype).unsqueeze(-1)
-    y = compute(rows * weights if weigh == "input" else rows, copies.counts)
+    weights = weights_TK.flatten().index_select(0, copies.place).to(x.dtype)
+    y = compute(rows * weights.unsqueeze(-1) if weigh == "input" else rows, copies.counts)
     if norm is not None:
         y = norm(y)
-    return collect(y if weigh == "input" else y * weights, copies.row, x.shape[0])
+    return collect(y, copies.row, x.shape[0], None if weigh == "input" else weights)
 
 
 def spread(x: Tensor, row: Tensor) -> Tensor:
@@ -54,9 +56,12 @@ def spread(x: Tensor, row: Tensor) -> Tensor:
     return _Spread.apply(x, row)
 
 
-def collect(y: Tensor, row: Tensor, tokens: int) -> Tensor:
-    """[T, H]: the sum of the y [M, H] of each token, `row` [M] saying whose they are; summed in float32 at least."""
-    return _Collect.apply(y, row, tokens)
+def collect(y: Tensor, row: Tensor, tokens: int, weights: Tensor | None = None) -> Tensor:
+    """[T, H]: the sum of the y [M, H] of each token, `row` [M] saying whose they are, each times its `weights` [M].
+
+    Products and sums are float32 at least, and rounded once.
+    """
+    return _Collect.apply(y, row, tokens, weights)
 
 
 class _Spread(torch.autograd.Function):
@@ -69,22 +74,48 @@ class _Spread(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad):
         (row,) = ctx.saved_tensors
-        return _sums(grad, row, ctx.tokens), None
+        return _sums(grad, row, ctx.tokens, None), None
 
 
 class _Collect(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, y, row, tokens):
-        ctx.save_for_backward(row)
-        return _sums(y, row, tokens)
+    def forward(ctx, y, row, tokens, weights):
+        ctx.save_for_backward(row, weights, y if ctx.needs_input_grad[3] else None)
+        return _sums(y, row, tokens, weights)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx, grad):
-        (row,) = ctx.saved_tensors
-        return grad.index_select(0, row), None, None
+        row, weights, y = ctx.saved_tensors
+        if weights is None:
+            return grad.index_select(0, row), None, None, None
+        grad_y = grad.new_empty(row.shape[0], *grad.shape[1:]) if ctx.needs_input_grad[0] else None
+        grad_weights = torch.empty_like(weights) if y is not None else None
+        for part in _blocks(row.shape[0], grad):
+            of_tokens = _wide(grad.index_select(0, row[part]))
+            if grad_weights is not None:
+                grad_weights[part] = (of_tokens * y[part]).sum(-1)
+            if grad_y is not None:
+                grad_y[part] = of_tokens * weights[part].unsqueeze(-1)
+        return grad_y, None, None, grad_weights
 
 
-def _sums(y: Tensor, row: Tensor, tokens: int) -> Tensor:
+def _sums(y: Tensor, row: Tensor, tokens: int, weights: Tensor | None) -> Tensor:
     wide = torch.promote_types(y.dtype, torch.float32)
     total = torch.zeros(tokens, *y.shape[1:], dtype=wide, device=y.device)
-    return total.index_add_(0, row, y.to(wide)).to(y.dtype)
+    for part in _blocks(row.shape[0], y):
+        added = _wide(y[part])
+        if weights is not None:
+            added = added * weights[part].unsqueeze(-1)
+        total.index_add_(0, row[part], added)
+    return total.to(y.dtype)
+
+
+def _wide(x: Tensor) -> Tensor:
+    return x.to(torch.promote_types(x.dtype, torch.float32))
+
+
+def _blocks(height: int, like: Tensor) -> Iterator[slice]:
+    """Of so many rows like those of a tensor: on a CPU so few that they stay in its cache in float32."""
+    step = max(1, _BLOCK // max(1, like.shape[-1])) if like.device.type == "cpu" else max(1, height)
+    yield from (slice(first, first + step) for first in range(0, height, step))
