@@ -81,7 +81,7 @@ def _with_details(
         without = {"what its indexer chooses": chosen} if not selections else {}
         without |= {"one of its norms": left} if left else {}
         without |= {"latents that layers hand on": ()} if not exchanges else {}
-        site.stops.append(Stop("LatentAttention", without))
+        site.stops.append(Stop("LatentAttention", without, "".join(indexers) if key_norms and exchanges else ""))
     options = itertools.product(
         key_norms,
         _rotations(site, sizes),

@@ -41,8 +41,11 @@ def _combined(parts: Parts, routers_of: Callable[[Parts], Iterator[Candidate]]) 
     experts = list(_experts(parts, width))
     routers = [_with_block_scale(parts, router) for router in routers_of(parts)] if experts else []
     if not routers and parts.site.stops is not None:
-        what, names = ("its router", tuple(parts.free)) if experts else ("its experts", tuple(parts.bank.parameters))
-        parts.site.stops.append(Stop("MixtureOfExperts", {what: names}))
+        what, names, path = "its experts", tuple(sorted(parts.bank.parameters)), parts.bank.owner
+        if experts:
+            what, path = "its router", parts.router_path
+            names = tuple(name for name in parts.free if name.startswith(f"{path}.") or not path)
+        parts.site.stops.append(Stop("MixtureOfExperts", {what: names}, path))
     for router, container, around in itertools.product(routers, experts, list(surroundings(parts, width))):
         arguments, parameters = around
         held = {"router": router, "experts": container, **arguments}

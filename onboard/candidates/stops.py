@@ -17,10 +17,12 @@ _SHOWN = 6  # names that a line has room for
 @dataclass(frozen=True)
 class Stop:
     """A block that the module is like, and what of the module it has no explanation for: what -> names of the module's
-    tensors that it is made of, none where that is not known."""
+    tensors that it is made of, none where that is not known. path: of the module inside that computes it, "" where it
+    is none."""
 
     block: str
     open: Mapping[str, tuple[str, ...]]
+    path: str = ""
 
     @property
     def text(self) -> str:
@@ -46,7 +48,7 @@ def few(names: tuple[str, ...] | list[str]) -> str:
 
 def made_of(module: nn.Module, measure: Callable[[], Mapping[str, Tensor]]) -> dict[str, set[str]]:
     """Names of the module's tensors that each value depends on: each is drawn anew in turn, and the values measured
-    again. What is no longer measured, or has another shape, depends on it."""
+    again. What is no longer measured, or has another shape, depends on it; all does where the module no longer runs."""
     generator = torch.Generator().manual_seed(0)
     usual = measure()
     found: dict[str, set[str]] = {what: set() for what in usual}
@@ -57,6 +59,8 @@ def made_of(module: nn.Module, measure: Callable[[], Mapping[str, Tensor]]) -> d
         try:
             tensor.copy_(torch.randn(tensor.shape, generator=generator, dtype=torch.float64))
             changed = measure()
+        except (RuntimeError, ValueError, LookupError):
+            changed = {}
         finally:
             tensor.copy_(held)
         for what, value in usual.items():

@@ -6,13 +6,14 @@ from dayzero.onboard.candidates import propose
 from dayzero.onboard.candidates.evidence import Site
 from dayzero.onboard.candidates.stops import few
 from dayzero.onboard.prove.block import Attempt, operations_apart
+from dayzero.onboard.prove.trace import Operations, trace
 
 # What nearly every layer runs, and what only moves numbers: neither tells one layer from another.
 _USUAL = {
     "mm", "bmm", "addmm", "baddbmm", "add", "sub", "rsub", "mul", "div", "neg", "sum", "mean", "pow", "sqrt", "rsqrt",
-    "reciprocal", "square", "_softmax", "native_layer_norm", "eq", "ne", "gt", "ge", "lt", "le", "where", "masked_fill",
+    "reciprocal", "square", "softmax", "native_layer_norm", "eq", "ne", "gt", "ge", "lt", "le", "where", "masked_fill",
     "logical_and", "logical_not", "bitwise_and", "bitwise_not", "scalar_tensor", "lift_fresh", "detach", "alias",
-    "clone", "copy", "cat", "stack", "_to_copy", "to", "view", "_unsafe_view", "_reshape_alias", "expand", "t",
+    "clone", "copy", "cat", "stack", "to_copy", "to", "view", "unsafe_view", "reshape_alias", "expand", "t",
     "transpose", "permute", "slice", "select", "split", "split_with_sizes", "unbind", "squeeze", "unsqueeze",
     "new_empty", "new_zeros", "new_ones", "new_full", "zeros_like", "ones_like", "empty_like", "full_like", "zero",
     "fill", "index", "index_put", "index_add", "index_select", "view_as_real", "view_as_complex", "constant_pad_nd",
@@ -41,16 +42,22 @@ def reason(site: Site, roles: Sequence[str], attempts: Sequence[Attempt], inputs
     several = [f"reads {inputs} values of the layer"] if inputs > 1 else []
     stops = sorted(listening.stops or [], key=lambda stop: len(stop.open))
     if stops:
-        return _short("; ".join([stops[0].text, *several, *_runs(site)]))
+        return _short("; ".join([stops[0].text, *several, *_runs(_operations(site, stops[0].path))]))
     names = [name for name, _ in site.module.named_parameters()]
     said = f"no block has parameters as {few(names)}" if names else "no block is like it"
-    return _short("; ".join([said, *several, *_runs(site), *_reads(site)]))
+    return _short("; ".join([said, *several, *_runs(site.operations), *_reads(site)]))
 
 
-def _runs(site: Site) -> list[str]:
+def _operations(site: Site, path: str) -> Operations:
+    """Those of the module at `path` inside; of the whole one where there is none."""
+    call = site.inner.get(path)
+    return site.operations if call is None else trace(lambda: call.replay_exactly(call.args, call.kwargs))
+
+
+def _runs(operations: Operations) -> list[str]:
     """The operators that are not everybody's, in the order in which they run."""
-    names = [step.name for step in site.operations.sequence if step.name not in _USUAL]
-    found = [name.strip("_") for name in dict.fromkeys(names)]
+    names = dict.fromkeys(step.name.strip("_") for step in operations.sequence)
+    found = [name for name in names if name not in _USUAL]
     return [f"runs {', '.join(found[:_OPERATIONS])}"] if found else []
 
 

@@ -3,6 +3,7 @@
 from typing import Any
 
 from dayzero.onboard.inspect.tensor_names import ranges
+from dayzero.runtime.nn import BLOCKS
 from dayzero.runtime.spec import BlockSpec, LayerKind, ModelSpec, PartSpec
 
 SHOWN = 5  # differences between kinds of layers that a row has room for
@@ -20,12 +21,14 @@ def title(block: BlockSpec) -> str:
     name = (
         f"{title(held['attention'])} in {block.block}" if isinstance(held.get("attention"), BlockSpec) else block.block
     )
-    indexer = held.get("indexer")
+    router, indexer = held.get("router"), held.get("indexer")
+    if isinstance(router, BlockSpec) and is_lifted(router):
+        return f"{name} with {router.arguments['module']}, lifted"
     return f"{name} + {indexer.block}" if isinstance(indexer, BlockSpec) else name
 
 
 def is_lifted(block: BlockSpec) -> bool:
-    return any(inner.block == "Lifted" for inner in block.walk())
+    return any(getattr(BLOCKS[inner.block], "holds_lifted", False) for inner in block.walk())
 
 
 def layers_of(spec: ModelSpec) -> list[tuple[str, int, list[int]]]:
@@ -215,5 +218,5 @@ def lifted(spec: ModelSpec) -> list[tuple[str, str, str]]:
         for name, block in spec.layer_kinds[number].blocks.items():
             if is_lifted(block):
                 places = found.setdefault((module_of(block), block.proof.why if block.proof else ""), {})
-                places.setdefault(f"{name} of {whose}", []).extend(layers)
+                places.setdefault(whose if name == "layer" else f"{name} of {whose}", []).extend(layers)
     return [(module, _where(places), why) for (module, why), places in found.items()]
