@@ -124,9 +124,11 @@ def compare(
     return errors
 
 
-def errors_of(reference, model, layout: Layout, vocabulary: int, accumulation=1, chunk: int | None = None, pad=False):
-    """Of one step of the sharded model: the loss, the worst gradient and which it is, the norm. counts: of the whole
-    step, by layer, and whether the sharded model's are the same."""
+def errors_of(
+    reference, model, layout: Layout, vocabulary: int, accumulation=1, chunk: int | None = None, pad=False, **balancing
+):
+    """Of one step of the sharded model: the loss, the worst gradient and which it is, the norm, the routers' losses.
+    counts: of the whole step, by layer, and whether the sharded model's are the same."""
     every = [list(batches(vocabulary, number, accumulation)) for number in range(layout.batches)]
     valid = sum(int((labels != -100).sum()) for part in every for _, labels, _ in part)
 
@@ -136,7 +138,8 @@ def errors_of(reference, model, layout: Layout, vocabulary: int, accumulation=1,
         (reference, [batch for part in every for batch in part], None),
         (model, every[batch_of_rank(layout)], dist.group.WORLD),
     ):
-        balance = Balance(one, config.Balance(), group)
+        balance = Balance(one, config.Balance(**balancing), group)
+        balance.begin(sum(len(ids) for part in every for ids, _, _ in part))
         total = torch.zeros((), dtype=reference.embed.weight.dtype)
         for batch in mine:
             ids, labels, cu_seqlens = padded(*batch) if pad and one is model else batch
@@ -154,6 +157,10 @@ def errors_of(reference, model, layout: Layout, vocabulary: int, accumulation=1,
         "parameters": 0.0,
         "gradients": 0.0,
         "where": "",
+        "router losses": {
+            name: relative_error(torch.tensor(loads[1].losses[name]), torch.tensor(value))
+            for name, value in loads[0].losses.items()
+        },
         "counts": [count.tolist() for count in loads[0].counts.values()],
         "counted alike": all(loads[1].counts[name].equal(count) for name, count in loads[0].counts.items()),
     }

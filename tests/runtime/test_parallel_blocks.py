@@ -43,6 +43,41 @@ def errors():
     return computed
 
 
+LOSSES = {"auxiliary_loss": 0.5, "sequence_loss": 0.25, "z_loss": 0.125}
+
+
+@pytest.mark.parametrize("layout", [(1, 1, 2, 2), (1, 1, 1, 1, 2)], ids=["tp", "cp"])
+def test_losses_of_routers_count_every_pass_and_every_token_once(layout):
+    cases = [(name, layout, {**LOSSES, "recomputed": True, "accumulation": 3}) for name in sorted(FAST)]
+    for of_rank in harness.run(ranks_blocks.compare, 2, cases, timeout=120):
+        for found in of_rank:
+            assert found["gradients"] <= 1e-9, found["where"]
+            assert found["counted alike"]
+            assert found["router losses"].keys() == {"auxiliary", "sequence", "z"}
+            assert all(error <= 1e-9 for error in found["router losses"].values())
+
+
+def test_a_looped_layer_counts_all_its_passes():
+    (found,) = harness.run(ranks_blocks.compare, 1, [(ranks_blocks.LOOPED, (1, 1, 1), {"recomputed": True})])[0]
+    assert found["counted alike"]
+    assert [sum(counts) for counts in found["counts"]] == 2 * [2 * 14 * ranks_blocks.PASSES]  # top 2 of 14 tokens
+
+
+@pytest.mark.slow
+def test_everything_on_four_ranks():
+    cases = [
+        ("jetmoe", (1, 1, 2, 2, 2), {"recomputed": True}),
+        ("looped", (1, 1, 4, 2, 2), {"recomputed": True, "accumulation": 3}),
+        ("looped", (1, 2, 2, 2), {"lora": True}),
+        ("jetmoe", (2, 1, 2, 1, 2), {"accumulation": 3}),
+        ("qwen3_next", (2, 2, 2), {"recomputed": True}),
+    ]
+    for of_rank in harness.run(ranks_blocks.compare, 4, cases, timeout=120):
+        for found in of_rank:
+            assert all(found[part] <= 1e-9 for part in ("loss", "gradients", "norm")), found["where"]
+            assert found["counted alike"]
+
+
 @pytest.mark.parametrize(
     ("name", "case"),
     [
