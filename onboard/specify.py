@@ -5,7 +5,7 @@ device: arguments from the same attributes and shapes, rules from the same names
 shrunk layer that has their signature.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
 from typing import Any
 
@@ -36,6 +36,7 @@ from dayzero.onboard.prove.model import prove_model
 from dayzero.onboard.prove.proven import NotProven, Proven, Unproven
 from dayzero.onboard.rules.cuts import cut_as_stored
 from dayzero.onboard.rules.on_disk import quantised_rules, with_prefix, with_shared, with_stored_copies
+from dayzero.onboard.rules.own_names import as_held, as_read, whichever_is_there
 from dayzero.onboard.rules.real_sizes import sizes_between
 from dayzero.onboard.rules.search import LeftOver, NoRule, find_rules, full_rules, layer_templates
 from dayzero.onboard.rules.settle import numberless
@@ -130,11 +131,8 @@ def specify(
         stored = on_disk(reference)
         towers, unused = idle_on_text(reference, ids, proven, stored)
         stored = {name: tensor for name, tensor in stored.items() if name not in towers}
-        found, rest = _found(shrunk_model, reference, ids, with_shared(reference, stored), unused)
-        small_sets = shared_sets(reference, proven, list(range(len(proven.layers))))
-        own = [as_own(stack, small_sets) for stack in by_stack(found)]
-        uses = of_uses(own[0])
-        templates = [layer_templates({n: s for n, s in stack.items() if n not in uses}) for stack in own]
+        every = with_shared(reference, stored)
+        found, rest = _found(shrunk_model, reference, ids, every, unused)
     except NoRule as error:
         raise NotProven([Unproven("weights", str(error))]) from None
     rules = [RuleSpec(parameter=parameter, source=SourceSpec.of(source)) for parameter, source in found.items()]
@@ -150,12 +148,29 @@ def specify(
         sizes = sizes_between(small, cut.full)
         sets = shared_sets(full, proven, follows)
         held = own_shapes(by_stack(shapes)[0], sets)
-        rules = full_rules(templates[0], follows, held, sizes)
-        rules += rules_of_uses(uses, held, proven, (reference, full), follows, sizes)
-        rules = as_shared(rules, sets)
-        if proven.encoder is not None:
-            theirs = full_rules(templates[1], encoder_follows(full, proven.encoder), by_stack(shapes)[1], sizes)
-            rules += [rule.model_copy(update={"parameter": ENCODER + rule.parameter}) for rule in theirs]
+        small_sets = shared_sets(reference, proven, list(range(len(proven.layers))))
+
+        def at_real_size(found: Mapping[str, Source]) -> list[RuleSpec]:
+            own = [as_own(stack, small_sets) for stack in by_stack(found)]
+            uses = of_uses(own[0])
+            templates = [layer_templates({n: s for n, s in stack.items() if n not in uses}) for stack in own]
+            rules = full_rules(templates[0], follows, held, sizes)
+            rules += rules_of_uses(uses, held, proven, (reference, full), follows, sizes)
+            rules = as_shared(rules, sets)
+            if proven.encoder is not None:
+                theirs = full_rules(templates[1], encoder_follows(full, proven.encoder), by_stack(shapes)[1], sizes)
+                rules += [rule.model_copy(update={"parameter": ENCODER + rule.parameter}) for rule in theirs]
+            return rules
+
+        rules = at_real_size(found)
+        names = set() if headers is None else headers.keys() | quantised_groups(headers).keys()
+        if names and not _fits(rules, names):
+            rules = as_read(rules, full, names)
+        if names and not _fits(rules, names):
+            mapped = {n: tensor for n, tensor in as_held(reference, every).items() if n not in rest.files}
+            with suppress(NoRule):  # then settling the ledger says what is missing
+                others = at_real_size(find_rules(shrunk_model.state_dict(), mapped, unused))
+                rules = whichever_is_there(rules, others, names)
         rules = with_stored_copies(rules, ()) if headers is None else _on_disk(rules, headers, shapes)
         spec = spec.model_copy(update={"rules": rules})
         idle_rules, table_rules = (
@@ -267,6 +282,15 @@ def _prove_composition(ours: torch.nn.Module, reference: torch.nn.Module, ids: t
     if not error <= TOLERANCE:
         why = f"every block is proven, but put together they miss the logits by {error:.1e}"
         raise NotProven([Unproven("structure", why)])
+
+
+def _fits(rules: list[RuleSpec], names: Collection[str]) -> bool:
+    """Whether tensors of the rules' names are there, under one prefix or another."""
+    try:
+        with_prefix(rules, names)
+    except NoRule:
+        return False
+    return True
 
 
 def _on_disk(

@@ -22,7 +22,8 @@ DIVISOR, FACTOR = "global_scale", "scale_2"  # of NVFP4: one scale for the whole
 class Layout:
     """codes, scale: roles of the two tensors. per: elements in one stored column. once: roles of further tensors that
     hold for the whole weight. inner: size of the codes' last dimension where that repeats inside a block: codes
-    [..., R, G, inner] are columns [..., R, G * inner]. exact: bfloat16 holds all values."""
+    [..., R, G, inner] are columns [..., R, G * inner]. exact: bfloat16 holds all values. swapped: a tensor of the name
+    that the weight has where it is not quantised has its last two dimensions the other way round."""
 
     name: str
     codes: str
@@ -31,13 +32,14 @@ class Layout:
     once: tuple[str, ...] = ()
     inner: int | None = None
     exact: bool = False
+    swapped: bool = False
 
 
 FP8_BLOCK = Layout("fp8_block", "weight", "scale", 1)
 FP8_UE8M0 = Layout("fp8_ue8m0", "weight", "scale", 1, exact=True)
 MXFP8 = Layout("mxfp8", "weight", "scale", 1, exact=True)
 MXFP4_PACKED = Layout("mxfp4_packed", "packed", "scale", 2, exact=True)
-MXFP4_BLOCKS = Layout("mxfp4_blocks", "blocks", "scales", 2, inner=16, exact=True)
+MXFP4_BLOCKS = Layout("mxfp4_blocks", "blocks", "scales", 2, inner=16, exact=True, swapped=True)
 INT4_PACKED = Layout("int4_packed", "packed", "scale", 8, once=("shape",))
 NVFP4 = Layout("nvfp4", "packed", "scale", 2, once=(DIVISOR, FACTOR))
 

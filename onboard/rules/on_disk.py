@@ -11,9 +11,9 @@ from torch import Tensor, nn
 from dayzero.onboard.oracle.reference import on_disk
 from dayzero.onboard.rules.expressions import NoRule, stored_names
 from dayzero.onboard.rules.search import progressions
-from dayzero.runtime.quantisation import QuantizedTensor
+from dayzero.runtime.quantisation import FORMATS, QuantizedTensor
 from dayzero.runtime.spec import RuleSpec, SourceSpec
-from dayzero.runtime.weights import Cast, Decoded, Rule, Source, Stored, Tie
+from dayzero.runtime.weights import Cast, Decoded, Rule, Source, Stored, Tie, Transpose
 
 
 def with_shared(reference: nn.Module, stored: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -53,7 +53,7 @@ def _with_stored_copies(rule: RuleSpec, names: Collection[str]) -> Iterator[Rule
         return
     by_absent: dict[frozenset[str], list[int]] = defaultdict(list)
     for _, index in built.each():
-        absent = frozenset(template for template, name, _ in _instances(built, index) if name not in names)
+        absent = frozenset(template for template, name, _ in instances(built, index) if name not in names)
         by_absent[absent].append(index.get("layer", 0))
     for absent, layers in by_absent.items():
         source = SourceSpec.of(_without(built.source, absent))
@@ -89,7 +89,7 @@ def with_prefix(rules: Sequence[RuleSpec], names: Collection[str]) -> list[RuleS
     for number, rule in enumerate(rules):
         built = rule.build()
         for parameter, index in built.each():
-            for _, name, place in _instances(built, index):
+            for _, name, place in instances(built, index):
                 (shared[number, parameter, *place] if place else alone).add(name)
     there = set(names)
     missing = sorted(
@@ -118,7 +118,7 @@ def with_prefix(rules: Sequence[RuleSpec], names: Collection[str]) -> list[RuleS
         absent = {
             template
             for _, index in built.each()
-            for template, name, _ in _instances(built, index)
+            for template, name, _ in instances(built, index)
             if name not in there and name.startswith(old)
         }
         source = built.source.renamed(lambda name: new + name[len(old) :] if name in absent else name)
@@ -139,7 +139,7 @@ def _prefixes(name: str, names: Iterable[str]) -> Iterator[tuple[str, str]]:
             return
 
 
-def _instances(rule: Rule, index: Mapping[str, int]) -> Iterator[tuple[str, str, tuple]]:
+def instances(rule: Rule, index: Mapping[str, int]) -> Iterator[tuple[str, str, tuple]]:
     """(name with placeholders, name, place) of every tensor that the rule reads for these values. place: the same for
     the copies of a shared tensor, () for one that has none."""
     shared = {template: n for n, tie in enumerate(_ties(rule.source)) for template in stored_names(tie)}
@@ -198,6 +198,10 @@ def _decoding(source: Source, kinds: Mapping[str, tuple | None], to: str | None)
         kind = kinds[source.name]
         if kind is None:
             return source
-        decoded = Decoded(kind[0], kind[1:])
-        return Cast(to, decoded) if to is not None else decoded
-    return source.with_children(tuple(_decoding(child, kinds, to) for child in source.children))
+        decoded: Source = Decoded(kind[0], kind[1:])
+        decoded = Cast(to, decoded) if to is not None else decoded
+        return Transpose(decoded) if FORMATS[kind[0]].swapped else decoded
+    made = source.with_children(tuple(_decoding(child, kinds, to) for child in source.children))
+    if isinstance(made, Transpose) and isinstance(made.part, Transpose):
+        return made.part.part
+    return made

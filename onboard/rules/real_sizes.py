@@ -11,6 +11,7 @@ from dataclasses import replace
 from itertools import combinations, permutations
 from typing import Any
 
+from dayzero.onboard.config_fields import IRRELEVANT
 from dayzero.onboard.rules.cuts import runs_of
 from dayzero.onboard.rules.expressions import NoRule
 from dayzero.runtime.weights import (
@@ -44,13 +45,14 @@ class Sizes(dict[int, int]):
 
 
 def sizes_between(small: Mapping[str, Any], full: Mapping[str, Any]) -> Sizes:
-    """Shrunk size -> real size, from two configs of one model; a number that stands for two sizes is left out."""
+    """Shrunk size -> real size, from two configs of one model; a number that stands for two sizes is left out. Token
+    ids and other fields that are no sizes do not count."""
     found: dict[int, set[int]] = defaultdict(set)
     factors: set[float] = set()
 
     def walk(one: Any, other: Any) -> None:
         if isinstance(one, Mapping) and isinstance(other, Mapping):
-            for key in one.keys() & other.keys():
+            for key in (one.keys() & other.keys()) - IRRELEVANT.keys():
                 walk(one[key], other[key])
         elif isinstance(one, list) and isinstance(other, list) and len(one) == len(other):
             for pair in zip(one, other, strict=True):

@@ -49,6 +49,7 @@ _MORE: dict[str, tuple[int, ...]] = {
     "dense_intermediate_size": (58,), "shared_intermediate_size": (26,), "d_kv": (16,), "d_ff": (58,),
     "attention_chunk_size": (10,), "kv_channels": (16,), "zero_expert_num": (6,),
     "unpadded_vocab_size": (123,), "relative_attention_num_buckets": (14,), "relative_attention_max_distance": (20,),
+    "heavily_compressed_attention": (6,),  # tokens of a window: a document of a proof has several windows
 }  # fmt: skip
 _WHOSE = {"swa", "sliding", "global", "local", "per", "layer"}  # words that say of which layers a size is
 _SIZES_LEFT = (30, 42, 50, 54, 62, 66, 70, 74, 78, 82, 86, 90, 94, 98, 102, 106, 110, 114, 118, 122)

@@ -23,8 +23,8 @@ class CompressedAttention(nn.Module):
     entries of complete windows, all of them or those that the indexer chooses. query = query_up(c) per head, c =
     query_norm(query_down(x)), normed again without weight where head_norm_eps is given. Some channels, the last or the
     first of a head, are turned by the position; what a head gathers is turned back by the query's position. sinks: each
-    head has a logit that takes attention and gives nothing. The output is low-rank and blockwise: heads fall into
-    `groups`, output_down makes output_rank channels of each group, output reads them all.
+    head has a logit that takes attention and gives nothing. The output is low-rank and blockwise: the
+    channels of all heads fall into `groups`, output_down makes output_rank of each, output reads them all.
 
     index_loss_over, index_loss: see `index_loss`.
     """
@@ -66,8 +66,8 @@ class CompressedAttention(nn.Module):
         indexer: CompressedIndexer | None = None,
     ):
         super().__init__()
-        if heads % groups:
-            raise ValueError(f"{heads} heads do not fall into {groups} equal groups")
+        if heads * head_dim % groups:
+            raise ValueError(f"the {heads * head_dim} channels of all heads do not fall into {groups} equal groups")
         if indexer is not None and compressor is None:
             raise ValueError("an indexer chooses compressed entries, but there is no compressor to make them")
         self.heads, self.head_dim, self.scale, self.window, self.groups = heads, head_dim, scale, window, groups

@@ -310,6 +310,10 @@ def test_a_number_that_stands_for_two_sizes_is_no_size():
     assert sizes_between({"a": 4, "b": {"c": 4, "d": 6}}, {"a": 8, "b": {"c": 9, "d": 12}}) == {6: 12}
 
 
+def test_the_id_of_a_token_is_no_size():
+    assert sizes_between({"groups": 2, "bos_token_id": 2}, {"groups": 16, "bos_token_id": 2}) == {2: 16}
+
+
 def test_a_tied_head_that_is_stored():
     embedding = torch.randn(7, 3, dtype=torch.float64)
     stored = {"model.embed.weight": embedding, "lm_head.weight": embedding.clone()}
