@@ -33,8 +33,10 @@ def reason(site: Site, roles: Sequence[str], attempts: Sequence[Attempt], inputs
     near = sorted((a for a in attempts if a.error < 1.0 or a.thorough), key=lambda a: (not a.thorough, a.error))
     if near:
         said = f"nearest block {near[0].candidate.block}: {near[0].objection}"
-        if not near[0].thorough and (apart := operations_apart(near[0].candidate, site)):
-            said += f"; {'; '.join(apart)}"
+        apart = [] if near[0].thorough else operations_apart(near[0].candidate, site)
+        for side in ("reference", "block"):
+            if only := [line.removeprefix(f"{side} only: ") for line in apart if line.startswith(side)]:
+                said += f"; the {side} also has {', '.join(only)}"
         return _short(said)
     listening = Site(site.call, site.inner, site.config, stops=[])
     for role in dict.fromkeys("mixer" if role == "mixer of several" else role for role in roles):

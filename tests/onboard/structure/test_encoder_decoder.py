@@ -90,6 +90,8 @@ def test_experts_that_contradict_their_router_are_copied_and_told_of():
     assert made.contradictions.keys() == {"model.decoder.layers.1.ffn", "model.encoder.layers.1.ffn"}
     assert all("the reference contradicts itself" in said for said in made.contradictions.values())
     spec = specification_of(model, reference.text_config(model), made, [0, 1], NO_CHECKPOINT, "x")
+    whys = [block.proof.why for block in spec.blocks() if block.proof and block.proof.status == "lifted"]
+    assert sorted(whys) == sorted(made.contradictions.values())
     assert spec.positions.arguments == spec.encoder.positions.arguments
     assert {"width": 80, "first": 1, "padding": 0}.items() <= spec.positions.arguments.items()
 
