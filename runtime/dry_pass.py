@@ -23,7 +23,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from dayzero.kernels.registry import Operator, standing_in
-from dayzero.runtime.nn import CausalLM, Context, Experts
+from dayzero.runtime.nn import CausalLM, Context, Experts, Routed
 
 aten = torch.ops.aten
 See = Callable[..., None]
@@ -188,6 +188,7 @@ def operators_called(model: CausalLM, see: See, tokens: int = 8) -> None:
     ids, bounds = torch.zeros(tokens, dtype=torch.int64, device=device), torch.tensor([0, tokens])
     with _without_arithmetic(see), _Followed([]):
         model(ids, bounds)
+    _forget_counts(model)
 
 
 def layer_bytes(model: CausalLM, tokens: int) -> list[LayerBytes]:
@@ -240,7 +241,15 @@ def _bytes_of(layer: nn.Module, x: Any, context: Context) -> LayerBytes:
     finally:
         for hook in [*hooks, *inside.hooks]:
             hook.remove()
+        _forget_counts(layer)
     return LayerBytes(kept, inside.kept, output, routing, max(forward, followed.peak) - kept)
+
+
+def _forget_counts(module: nn.Module) -> None:
+    """No token was in this pass."""
+    for mixture in module.modules():
+        if isinstance(mixture, Routed):
+            mixture.take_counts()
 
 
 def _distinct(tensors: Sequence[Tensor]) -> int:
