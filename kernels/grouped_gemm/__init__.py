@@ -9,7 +9,7 @@ Raises ValueError if shapes, dtypes or devices do not fit.
 """
 
 from dayzero.kernels.devices import lazy, triton_supports
-from dayzero.kernels.grouped_gemm import grouped_mm, npu, reference
+from dayzero.kernels.grouped_gemm import bucketed, grouped_mm, npu, reference
 from dayzero.kernels.registry import Backend, operator
 
 _triton = Backend(
@@ -21,6 +21,6 @@ _triton = Backend(
 grouped_gemm = operator(
     "grouped_gemm",
     reference=reference.grouped_gemm,
-    backends=[npu.backend, grouped_mm.backend, _triton],
+    backends=[npu.backend, bucketed.backend, grouped_mm.backend, _triton],
     check=reference.check,
 )

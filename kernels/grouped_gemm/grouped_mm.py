@@ -1,6 +1,6 @@
 """grouped_gemm by torch's own grouped product.
 
-On a CPU it gives the reference's bits, and forward with backward takes 0.75 to 0.98 of its time.
+On a CPU, in float32, it gives the reference's bits, and forward with backward takes 0.75 to 0.98 of its time.
 """
 
 import torch

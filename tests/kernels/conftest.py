@@ -51,6 +51,7 @@ def evaluate(request: pytest.FixtureRequest) -> Callable[..., dict[str, Tensor]]
             "npu": "npu:backend.call",
             "torch": "grouped_mm:backend.call",
             "blocked": "blocked:backend.call",
+            "bucketed": "bucketed:backend.call",
             "reference": f"reference:{operator}",
         }
         return gradients(f"dayzero.kernels.{operator}.{file[backend]}", inputs, **options)

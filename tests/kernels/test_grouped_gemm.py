@@ -9,11 +9,16 @@ from hypothesis import strategies as st
 from torch.autograd import gradcheck
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from dayzero.kernels.grouped_gemm import autograd, grouped_gemm, grouped_mm, reference
+from dayzero.kernels.grouped_gemm import autograd, bucketed, grouped_gemm, grouped_mm, reference
 
 from .compare import assert_as_good_as, gradients, relative_error, wide
 
-DTYPES = {"triton": [torch.float32, torch.bfloat16], "torch": [torch.float32, torch.bfloat16], "npu": [torch.bfloat16]}
+DTYPES = {
+    "triton": [torch.float32, torch.bfloat16],
+    "torch": [torch.float32, torch.bfloat16],
+    "bucketed": [torch.bfloat16],
+    "npu": [torch.bfloat16],
+}
 CASES = [(backend, dtype) for backend, dtypes in DTYPES.items() for dtype in dtypes]
 SIZES = {  # name: counts, N, K, rows past the counts
     "ragged": ([5, 0, 33, 1], 40, 24, 0),
@@ -22,6 +27,7 @@ SIZES = {  # name: counts, N, K, rows past the counts
     "no row used": ([0, 0], 8, 16, 5),
     "no rows": ([0, 0, 0], 8, 16, 0),
     "one expert, several tiles": ([150], 136, 264, 0),
+    "a last expert without room to round up": ([16, 70, 1], 24, 40, 3),
 }
 
 
@@ -94,6 +100,7 @@ class Counting(TorchDispatchMode):
     ("backend", "operators", "expected"),
     [
         ("torch", ["_grouped_mm"], {"": 3, "weight": 2, "x": 2}),
+        ("bucketed", ["mm"], {"": 9, "weight": 6, "x": 6}),
         ("npu", ["npu_grouped_matmul", "npu_grouped_matmul_add_"], {"": 3, "weight": 2, "x": 2}),
         ("reference", ["mm"], {"": 9, "weight": 6, "x": 6}),  # three experts
     ],
@@ -134,6 +141,13 @@ def test_same_values_as_torch(dtype, rng):
     assert torch.equal(grouped_gemm(*given.values()), peer)
 
 
+def test_few_heights_for_all_numbers_of_rows():
+    heights = [bucketed.height(rows) for rows in range(1, 4097)]
+    assert all(rows <= height <= max(16, rows * 17 / 16) + 16 for rows, height in enumerate(heights, 1))
+    assert len(set(heights)) == 80
+    assert bucketed.height(0) == 0
+
+
 def test_float64_goes_to_the_reference(rng):
     given = inputs(rng, [2, 0, 3], 5, 7, 1, torch.float64)
     want = torch.stack([x @ given["weight"][e].t() for e, x in zip([0, 0, 2, 2, 2], given["x"], strict=False)])
@@ -167,9 +181,12 @@ def test_fake_tensors():
         assert (out.shape, x.grad.shape, weight.grad.shape) == ((6, 24), x.shape, weight.shape)
 
 
-@pytest.mark.parametrize("backend", ["reference", "torch", "triton"])
-def test_refuses_more_rows_than_there_are(evaluate, backend, rng):
-    given = inputs(rng, [5, 8], 8, 16, 0, torch.float32)
+@pytest.mark.parametrize(
+    ("backend", "dtype"),
+    [(name, torch.float32) for name in ("reference", "torch", "triton")] + [("bucketed", torch.bfloat16)],
+)
+def test_refuses_more_rows_than_there_are(evaluate, backend, dtype, rng):
+    given = inputs(rng, [5, 8], 8, 16, 0, dtype)
     given["counts"][1] = 9
     with pytest.raises((ValueError, RuntimeError), match="counts"):
         evaluate("grouped_gemm", backend, given)

@@ -106,8 +106,8 @@ def test_operators_are_listed():
     ("dtype", "size", "chosen", "reason"),
     [
         (torch.float32, 8, "torch", ""),
-        (torch.bfloat16, 8, "torch", ""),
-        (torch.bfloat16, 12, "reference", "rows of n \\* 16 bytes; K is 12"),
+        (torch.bfloat16, 8, "bucketed", ""),
+        (torch.bfloat16, 12, "bucketed", "rows of n \\* 16 bytes; K is 12"),
         (torch.float16, 8, "reference", "not used for torch.float16 on cpu"),
         (torch.float64, 8, "reference", "not used for torch.float64 on cpu"),
     ],
