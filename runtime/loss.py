@@ -40,7 +40,12 @@ def summed_cross_entropy(x: Tensor, head: Head, labels: Tensor, chunk: int | Non
     x: [T, H], labels: [T] int64. Computed in float32 at least. With `chunk`, logits exist for that many tokens at a
     time: memory [chunk, V] instead of [T, V]. Their gradients are formed with them, since the gradient of a sum is
     known but for one factor, so that no product is computed twice (Hsu et al. 2024, arXiv:2410.10989).
+    Rows without a label have no logits: of a prompt, nothing is computed.
     """
+    if labels.device.type != "meta":
+        labelled = (labels != -100).nonzero().squeeze(-1)
+        if labelled.shape[0] < labels.shape[0]:
+            x, labels = x.index_select(0, labelled), labels.index_select(0, labelled)
     if chunk is None or x.shape[0] <= chunk:
         return _chunk_loss(x, head, labels)
     if not torch.is_grad_enabled():

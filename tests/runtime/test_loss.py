@@ -3,6 +3,7 @@
 import pytest
 import torch
 import torch.nn.functional as F
+from torch.utils.flop_counter import FlopCounterMode
 
 from dayzero.runtime.loss import Head, summed_cross_entropy
 
@@ -45,6 +46,22 @@ def test_the_whole_loss_is_the_sum_that_torch_gives():
     x, weight, _, labels = inputs()
     want = F.cross_entropy(x @ weight.T, labels, reduction="sum", ignore_index=-100)
     torch.testing.assert_close(summed_cross_entropy(x, Head(weight), labels, 4), want)
+
+
+@pytest.mark.parametrize("chunk", [None, 4])
+@pytest.mark.parametrize("labelled", [0, 1, 9, TOKENS])
+def test_only_rows_with_a_label_cost_anything(labelled, chunk):
+    """Forward and both gradients are three products of [rows, H, V]."""
+    x, weight, _, labels = inputs()
+    labels = labels.clamp(min=0)
+    labels[torch.randperm(TOKENS, generator=torch.Generator().manual_seed(1))[labelled:]] = -100
+    leaves = x.clone().requires_grad_(), weight.clone().requires_grad_()
+    with FlopCounterMode(display=False) as flops:
+        summed_cross_entropy(leaves[0], Head(leaves[1]), labels, chunk).backward()
+    assert flops.get_total_flops() == 3 * 2 * labelled * HIDDEN * VOCABULARY
+    assert not leaves[0].grad[labels == -100].any()
+    want = F.cross_entropy(x @ weight.T, labels, reduction="sum", ignore_index=-100)
+    torch.testing.assert_close(summed_cross_entropy(*leaves[:1], Head(leaves[1]), labels, chunk), want)
 
 
 def test_a_frozen_head_has_no_gradient_and_evaluation_none_at_all():
