@@ -88,3 +88,22 @@ def test_tensor_names_that_look_like_code(tmp_path, monkeypatch):
         _read_and_run(package, name, tmp_path)
     groups = json.loads((package / "ledger.json").read_text())["groups"]
     assert [group["fate"] for group in groups if group["pattern"].startswith("vision_tower.")] == ["carried"] * 3
+
+
+@pytest.mark.slow
+def test_a_prefix_that_looks_like_code(tmp_path, monkeypatch):
+    """Before the names of tensors that are mapped it stands in the weight rules, as text."""
+    from safetensors.torch import load_file, save_file
+
+    monkeypatch.chdir(tmp_path)
+    source = Path(shutil.copytree(onboarded.checkpoint("llama"), tmp_path / "checkpoint"))
+    prefix = f"__import__.os/system:{hostile.SENTINEL}."
+    tensors = load_file(source / "model.safetensors")
+    save_file({prefix + name: tensor for name, tensor in tensors.items()}, source / "model.safetensors")
+    package = _packaged(source, tmp_path)
+    assert package is not None
+    code = ast.parse((package / "weights.py").read_text())
+    texts = {node.value for node in ast.walk(code) if isinstance(node, ast.Constant) and isinstance(node.value, str)}
+    assert prefix + "model.embed_tokens.weight" in texts
+    for name in {text for text in texts if text.startswith(prefix)}:
+        _read_and_run(package, name, tmp_path)
