@@ -9,101 +9,53 @@ import copy
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from dayzero.onboard.align.divergence import joins, layer_path, path_of, stands_for
+from dayzero.onboard.align.divergence import path_of, scaled_by_the_model
+from dayzero.onboard.align.handed import (
+    LayerInputsCall,
+    layer_inputs_call,
+    left_for_later,
+    on_other_messages,
+    owned_scale,
+    scale_error,
+    without_held,
+)
 from dayzero.onboard.align.ladder import THRESHOLDS, Rung, judge
 from dayzero.onboard.align.loading import NotLoaded, loaded_pair
-from dayzero.onboard.align.watched import Seen, watched
+from dayzero.onboard.align.places import Place, layers_of, places, taken_apart
 from dayzero.onboard.candidates.evidence import Candidate, Site, site_of
-from dayzero.onboard.oracle.calls import Call, floats, record_calls
+from dayzero.onboard.oracle.calls import Call, record_calls
 from dayzero.onboard.oracle.documents import documents
 from dayzero.onboard.oracle.reference import state_of, text_config
 from dayzero.onboard.prove.block import TOLERANCE, Attempt, attempt, relative_error
 from dayzero.onboard.rules.expressions import NoRule, StoredValues, express
 from dayzero.onboard.shrink.shrink import SEQUENCE
-from dayzero.onboard.structure.chains import chain_at
 from dayzero.onboard.structure.handed import tables_in
-from dayzero.onboard.structure.stream_wiring import as_streams
+from dayzero.onboard.structure.loops import LoopParts, loop_of, message_call
 from dayzero.runtime.nn import Context
-from dayzero.runtime.nn.handed_routing import LeaveRouting
-from dayzero.runtime.nn.router import Routing
+from dayzero.runtime.nn.channel_scale import ChannelScale
 from dayzero.runtime.package import Package
-from dayzero.runtime.spec import BlockSpec
+from dayzero.runtime.spec import LoopSpec
 
 _GAINS = (1.0,)  # of the weights that are redrawn: the search has tried more
-
-
-@dataclass
-class Place:
-    """A block of the generated model. name: such as "layers.1.ffn"; path: of the reference module it stands for.
-    joined: all that it gives matters, not the first alone. alone: whether it is a function of one input."""
-
-    name: str
-    path: str
-    spec: BlockSpec
-    module: nn.Module
-    joined: bool = False
-    alone: bool = True
-
-    @property
-    def both(self) -> str:
-        return f"{self.name}, for {self.path}"
-
-
-def places(package: Package, ours: nn.Module) -> Iterator[Place]:
-    """Every block of the model in the order in which it runs, layer by layer."""
-    spec = package.spec
-    outside = (("embed_norm", spec.embed_norm), ("merge", spec.merge), ("norm", spec.norm))
-    if spec.embed_norm is not None:
-        yield Place("embed_norm", path_of(spec.embed_norm), spec.embed_norm, ours.get_submodule("embed_norm"))
-    for stack, kinds in spec.stacks().items():
-        for index, kind in enumerate(kinds):
-            for part in kind.all_parts:
-                name = f"{stack}.{index}.{part.name}"
-                module = dict(ours.get_submodule(f"{stack}.{index}").all_parts())[part.name]  # type: ignore[operator]
-                alone = "," not in part.reads and not isinstance(module, (Routing, LeaveRouting))
-                yield Place(name, path_of(part.block, index), part.block, module, alone=alone)
-        if stack != "layers" and spec.encoder is not None:
-            norm = ours.get_submodule("encoder.norm")
-            yield Place("encoder.norm", path_of(spec.encoder.norm), spec.encoder.norm, norm)
-    for name, block in outside[1:]:
-        if block is not None:
-            alone = not (name == "merge" and spec.history)
-            yield Place(name, path_of(block), block, ours.get_submodule(name), alone=alone)
-
-
-def _alone(found: Iterator[Place], ours: nn.Module, ids: Tensor, calls: Mapping[str, Call]) -> Iterator[Place]:
-    """The places that stand for one module; those that join several as the blocks inside them."""
-    seen: Seen | None = None
-    for place in found:
-        if not joins(place.spec):
-            yield place
-            continue
-        seen = seen or watched(ours, ids)
-        layer = layer_path(place.spec, int(place.name.split(".")[1]))
-        inner = {path: call for path, call in calls.items() if path.startswith(f"{layer}.")}
-        for name, spec in place.spec.arguments.items():
-            child = f"{place.name}.{name}"
-            if isinstance(spec, BlockSpec) and child in seen.calls and (call := stands_for(child, seen.calls, inner)):
-                joined = len(floats(seen.calls[child].output)) > 1
-                yield Place(child, call.path, spec, place.module.get_submodule(name), joined)
 
 
 def blocks_rung(generated: Package, config: Mapping[str, Any]) -> Rung:
     """generated: the shrunk package, as its files were written and imported. config: the shrunk config.
 
     Of a block that joins several modules each block inside is proven against the module that reads and gives what it
-    does. What joins them, parts with several inputs, routers that are a part and scales of a layer are left to L2."""
+    does. Sums, and what joins blocks, are left to L2."""
     try:
         pair = side_by_side(generated, config, seed=5)
     except NotLoaded as error:
         return judge({str(error): float("inf")}, THRESHOLDS["L1"])
     generator = torch.Generator().manual_seed(6)
-    errors = {**dict(pair.rotaries()), **dict(pair.positions())}
+    errors = dict(pair.handed())
     for place, site in pair.blocks():
         tried = _tried(place, site, generator)
         errors[f"{place.both}: {tried.objection or tried.where}"] = tried.error if tried.proven else _failed(tried)
@@ -142,20 +94,77 @@ class SideBySide:
                 mine = self.ours.get_submodule(name)(self.ids.flatten(), lengths, torch.float64)
                 yield f"{name}, for {call.path}", relative_error(mine.view(call.result.shape), call.result)
 
+    def query_scales(self) -> Iterator[tuple[str, float]]:
+        """How far the factors by position that the model hands to its layers are from those of the reference."""
+        paths = scaled_by_the_model(self.generated.spec)
+        if handed := [self.calls[path] for path in paths if path in self.calls]:
+            position = torch.arange(self.ids.shape[1]).repeat(len(self.ids))
+            ours = self.ours.query_scale
+            error = float("inf") if ours is None else scale_error(handed, ours(position, torch.float64))
+            yield f"query_scale, for what {handed[0].path} is handed", error
+
+    def scales(self) -> Iterator[tuple[str, float]]:
+        """How far each part that multiplies by a vector of its layer is from that."""
+        for place in places(self.generated, self.ours):
+            if isinstance(place.module, ChannelScale):
+                yield place.both, owned_scale(place, self.reference)
+
+    def passes(self) -> Iterator[tuple[str, float]]:
+        """Whether the same layers run several times as in the reference, and do the same when they run again."""
+        loop = self.loop
+        if loop is not None or self.generated.spec.loop is not None:
+            right = _runs(self.generated.spec.loop) == _runs(loop)
+            yield f"loop, which runs layers {_runs(self.generated.spec.loop)}", 0.0 if right else float("inf")
+        if loop is not None:
+            layers = layers_of(self.generated)
+            yield from on_other_messages(self.generated.spec, self.ours, self.calls, loop, layers, self._context)
+
+    def _context(self, site: Site) -> Context:
+        """The context of a module, with the rotary tables of the generated model."""
+        return replace(site.context, tables=self.tables)
+
+    def handed(self) -> Iterator[tuple[str, float]]:
+        """All that is compared by its values alone."""
+        for found in (self.rotaries(), self.positions(), self.query_scales(), self.scales(), self.passes()):
+            yield from found
+        yield from left_for_later(self.all_blocks())
+
+    @cached_property
+    def loop(self) -> LoopParts | None:
+        """Which layers of the reference run several times."""
+        return loop_of(self.calls, layers_of(self.generated), self.generated.spec.layer_count)
+
     def blocks(self) -> Iterator[tuple[Place, Site]]:
         """Every distinct block that can be compared by itself, and the module that it stands for."""
         known: set[str] = set()
-        for place in _alone(places(self.generated, self.ours), self.ours, self.ids, self.calls):
+        for place, site in self.all_blocks():
             key = re.sub(r"\d+", "*", place.both) + place.spec.model_dump_json(exclude={"proof"})
-            call = self.calls.get(place.path) or chain_at(self.calls, place.path)
-            if call is None or key in known or not place.alone:
+            if key not in known:
+                known.add(key)
+                yield place, site
+
+    def all_blocks(self) -> Iterator[tuple[Place, Site]]:
+        """The same of every block, in the order in which they run."""
+        spec = self.generated.spec
+        for place in taken_apart(places(self.generated, self.ours), self.ours, self.ids, self.calls):
+            if place.name == "loop.message":
+                held = self.loop
+                call = None if held is None or held.message is None else message_call(self.calls, held)
+            elif place.name == "layer_inputs":
+                call = layer_inputs_call(self.calls, place.path, layers_of(self.generated), self.ids)
+            else:
+                call = place.call(self.calls, self.ids, spec.hidden, spec.streams)
+            if call is None:
                 continue
-            known.add(key)
             site = site_of(self.calls, call.path, text_config(self.reference))
-            site.call = call
-            if place.joined:
-                site.call = as_streams(site.call, self.generated.spec.streams)
-            yield place, _Site(site.call, site.inner, site.config, self.tables)
+            yield place, _Site(call, site.inner, site.config, self.tables)
+
+
+def _runs(loop: LoopSpec | LoopParts | None) -> str:
+    if loop is None:
+        return "once"
+    last = loop.first + loop.count - 1
+    return f"{loop.first}-{last} {loop.passes} times, each {'from where the first began' if loop.restarts else 'on'}"
 
 
 def side_by_side(generated: Package, config: Mapping[str, Any], seed: int) -> SideBySide:
@@ -220,7 +229,10 @@ def _tried(place: Place, site: Site, generator: torch.Generator) -> Attempt:
         candidate = as_candidate(place, site)
     except NoRule as error:
         return Attempt(Candidate(place.spec.block, {}, {}), float("inf"), "weights", str(error))
-    return attempt(candidate, site, generator, thorough=True, gains=_GAINS, leaves_all=False)
+    tried = attempt(candidate, site, generator, thorough=True, gains=_GAINS, leaves_all=False)
+    if isinstance(site.call, LayerInputsCall):
+        return replace(tried, objection=without_held(tried.objection, site.call))
+    return tried
 
 
 def as_candidate(place: Place, site: Site) -> Candidate:

@@ -19,6 +19,9 @@ from dayzero.onboard.candidates.routing import routing_call
 from dayzero.onboard.oracle.calls import Call, floats, record_calls
 from dayzero.onboard.prove.block import relative_error
 from dayzero.onboard.shrink.shrink import SEQUENCE
+from dayzero.onboard.structure.chains import ChainCall, chain_at
+from dayzero.onboard.structure.handed import query_scale
+from dayzero.onboard.structure.layer_inputs import handed_to_layers
 from dayzero.onboard.structure.loops import inside_visit, visits
 from dayzero.runtime.nn.handed_routing import LeaveRouting
 from dayzero.runtime.package import Package
@@ -39,14 +42,29 @@ def first_to_differ(spec: ModelSpec, ours: nn.Module, reference: nn.Module, ids:
     """The same of two models with the same weights on documents [B, S]."""
     calls, logits = record_calls(reference, ids)
     seen = watched(ours, ids)
-    for pair in _Walk(spec, seen, calls).pairs():
-        if pair.wrong is None:
-            return f"{pair.what}, which does not run: {seen.stopped}" if seen.stopped else pair.what
-        if pair.wrong:
-            return pair.what
+    if first := _first(_Walk(spec, seen, calls).pairs(), seen):
+        return first
     if seen.logits is None:
         return f"the logits, which are not reached: {seen.stopped}"
     return "" if agree(seen.logits, logits) else "the logits, their scale or their cap"
+
+
+def first_in_layer(spec: ModelSpec, index: int, number: int, seen: Seen, calls: Mapping[str, Call]) -> str:
+    """The same of one layer of the decoder in pass `number`, from 0: seen: of that run alone; calls: of the reference,
+    of that pass."""
+    kind = spec.kinds_in_order()[index]
+    mine, where = seen.visit(f"layers.{index}", 0), layer_path(kind.parts[0].block, index)
+    inside = {path: call for path, call in calls.items() if f"{path}.".startswith(f"{where}.")}
+    return _first(_Walk(spec, seen, calls).layer("layers", index, kind, number, mine, calls.get(where), inside), seen)
+
+
+def _first(pairs: "Iterator[_Pair]", seen: Seen) -> str:
+    for pair in pairs:
+        if pair.wrong is None and seen.stopped:
+            return f"{pair.what}, which does not run: {seen.stopped}"
+        if pair.wrong is not False:
+            return pair.what
+    return ""
 
 
 def agree(mine: Tensor, theirs: Tensor) -> bool:
@@ -93,14 +111,27 @@ class _Walk:
             read = None if mine is None else mine.read[0]
             yield _pair("what embed_norm reads, the embeddings and their scale", read, [call.hidden])
             yield _pair(f"embed_norm, for {call.path}", mine and mine.given, [call.result])
+        yield from self._handed()
         for stack, index, kind, number in self._layers():
             if number and index == (spec.loop.first if spec.loop else 0):
                 yield from self._messages(number)
-            yield from self._layer(stack, index, kind, number)
+            yield from self._visit(stack, index, kind, number)
         for name, block in (("merge", spec.merge), ("norm", spec.norm)):
             if block is not None and (call := self.calls.get(path_of(block))) is not None:
                 mine = self.seen.visit(name, 0)
                 yield _pair(f"{name}, for {call.path}", mine and mine.given, [call.result])
+
+    def _handed(self) -> Iterator[_Pair]:
+        """What the model makes for its layers before the first of them runs."""
+        first = layer_path(self.spec.kinds_in_order()[0].parts[0].block, 0).rpartition(".")[0]
+        mine = self.seen.visit("layer_inputs", 0)
+        if self.spec.layer_inputs is not None and (made := handed_to_layers(self.calls, first)) is not None:
+            yield _pair(f"layer_inputs, for {path_of(self.spec.layer_inputs)}", mine and mine.given, [made])
+        mine = self.seen.visit("query_scale", 0)
+        for path in scaled_by_the_model(self.spec) if self.spec.query_scale is not None else ():
+            factors = query_scale(self.calls[path]) if path in self.calls else None
+            theirs = [] if factors is None else [factors]
+            yield _pair(f"query_scale, for what {path} is handed", mine and mine.given, theirs)
 
     def _layers(self) -> Iterator[tuple[str, int, LayerKind, int]]:
         """(stack, number of the layer in it, its kind, pass from 0) in the order in which they run."""
@@ -133,15 +164,30 @@ class _Walk:
         if mine is None:
             yield _Pair(what, None)
 
-    def _layer(self, stack: str, index: int, kind: LayerKind, number: int) -> Iterator[_Pair]:
+    def _visit(self, stack: str, index: int, kind: LayerKind, number: int) -> Iterator[_Pair]:
         layer, where = f"{stack}.{index}", layer_path(kind.parts[0].block, index)
-        mine, theirs = self.seen.visit(layer, number), self.calls.get(where)
-        run = None if theirs is None or number >= len(visits(theirs)) else visits(theirs)[number]
-        if theirs is not None and run is None:
-            yield _Pair(f"{_in_pass(layer, number)}, which runs {number} times in the reference", True)
+        theirs = self.calls.get(where)
+        runs: list[Call] = [] if theirs is None else visits(theirs)
+        if theirs is not None and number >= len(runs):
+            yield _Pair(f"{_in_pass(layer, number)}, which runs {len(runs)} times in the reference", True)
             return
-        inside = {} if mine is None else self.seen.during(mine)
+        run = runs[number] if runs else None
         calls = self.calls if run is None else {where: run, **inside_visit(self.calls, where, number)}
+        yield from self.layer(stack, index, kind, number, self.seen.visit(layer, number), run, calls)
+
+    def layer(
+        self,
+        stack: str,
+        index: int,
+        kind: LayerKind,
+        number: int,
+        mine: OurCall | None,
+        run: Call | None,
+        calls: Mapping[str, Call],
+    ) -> Iterator[_Pair]:
+        """One run of a layer. mine, run: its calls; calls: of the reference's modules inside it."""
+        layer, where = f"{stack}.{index}", layer_path(kind.parts[0].block, index)
+        inside = {} if mine is None else self.seen.during(mine)
         if run is not None:
             alike = [made for made in floats((run.args, run.kwargs)) if made.shape == run.result.shape]
             if alike:
@@ -159,10 +205,12 @@ class _Walk:
             label = _in_pass(f"{layer}.{part.name}", number) + (f" as {step.name}" if step.name != part.name else "")
             path = path_of(part.block, index)
             call = calls.get(_used(path, use)) if path != where or len(blocks) == 1 else None
+            call = call or chain_at(calls, path)
             if call is not None and call.has_stream:
-                read = [one for held in floats((call.args, call.kwargs)) for one in _apart(held)]
+                handed = [call.hidden] if isinstance(call, ChainCall) else floats((call.args, call.kwargs))
+                read = [one for held in handed for one in _apart(held)]
                 yield from self._read(f"what {label} reads, {step.reads!r}", ours, read)
-                yield _pair(f"{label}, for {call.path}", ours and ours.given, _given(call, ours))
+                yield _pair(f"{label}, for {path}", ours and ours.given, _given(call, ours))
             elif run is not None:
                 yield from _inside(name, inside, {p: c for p, c in calls.items() if p != where})
         if run is not None:
@@ -201,6 +249,17 @@ def _inside(part: str, ours: Mapping[str, OurCall], calls: Mapping[str, Call]) -
     for name, mine in ours.items():
         if name.rpartition(".")[0] == part and (call := stands_for(name, ours, calls)) is not None:
             yield _pair(f"{name.partition('@')[0]}, for {call.path}", mine.given, floats(call.output))
+
+
+def scaled_by_the_model(spec: ModelSpec) -> list[str]:
+    """Paths of the modules that the model hands factors of their queries."""
+    return [
+        path_of(part.block, index)
+        for kinds in spec.stacks().values()
+        for index, kind in enumerate(kinds)
+        for part in kind.all_parts
+        if any(block.arguments.get("query_scale") == "handed" for block in part.block.walk())
+    ]
 
 
 def path_of(block: BlockSpec, layer: int = 0) -> str:

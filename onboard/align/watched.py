@@ -1,6 +1,7 @@
 """Our model's own calls, noted as the reference's are, so that both can be looked at side by side."""
 
 import itertools
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -63,6 +64,11 @@ class Seen:
 
 def watched(model: nn.Module, ids: Tensor) -> Seen:
     """Our model on documents [B, S]."""
+    return watched_while(model, lambda: model(ids.flatten(), torch.arange(0, ids.numel() + 1, ids.shape[1])))
+
+
+def watched_while(model: nn.Module, run: Callable[[], Any]) -> Seen:
+    """What `run` calls of our model; what it gives counts as logits."""
     seen, handles, clock = Seen(), [], itertools.count()
     running: dict[int, OurCall] = {}
     for path, module in model.named_modules():
@@ -82,7 +88,7 @@ def watched(model: nn.Module, ids: Tensor) -> Seen:
         handles += [module.register_forward_pre_hook(before), module.register_forward_hook(after)]
     try:
         with torch.no_grad(), sdpa_kernel(SDPBackend.MATH):
-            seen.logits = model(ids.flatten(), torch.arange(0, ids.numel() + 1, ids.shape[1]))
+            seen.logits = run()
     except (RuntimeError, ValueError, IndexError, TypeError, KeyError) as error:
         seen.stopped = " ".join(str(error).split())[:200]
     finally:

@@ -14,8 +14,8 @@ import importlib
 import inspect
 import tempfile
 import types
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -28,7 +28,7 @@ from dayzero.onboard.checkpoint import Checkpoint, read_checkpoint
 from dayzero.onboard.inspect.classify import classify, settle
 from dayzero.onboard.specify import Specification
 from dayzero.runtime.errors import InputError
-from dayzero.runtime.spec import BlockSpec, LayerKind, LayerRun, ModelSpec, SourceSpec
+from dayzero.runtime.spec import BlockSpec, LayerKind, LayerRun, ModelSpec, PartSpec, SourceSpec
 
 Change = Callable[[ModelSpec], ModelSpec]
 
@@ -36,23 +36,25 @@ Change = Callable[[ModelSpec], ModelSpec]
 @dataclass(frozen=True)
 class Mutant:
     """name: what is wrong. family: of the package. change: of its specification. code: (module of runtime, line, line
-    in its place). accused: a pattern that what the ladder names must match."""
+    in its place). accused: a pattern that what the ladder names must match. rung: by which it must be named, "" for
+    any."""
 
     name: str
     family: str
     accused: str
     change: Change | None = None
     code: tuple[str, str, str] | None = None
+    rung: str = ""
 
 
 @dataclass(frozen=True)
 class Climbed:
     """verdict: of the ladder, or REFUSED where rules and tensors do not settle. accused: what the rungs that fail
-    name. rungs: those that fail."""
+    name. by: that, by rung."""
 
     verdict: str
     accused: str
-    rungs: tuple[str, ...] = ()
+    by: Mapping[str, str] = field(default_factory=dict)
 
 
 @functools.cache
@@ -82,14 +84,14 @@ def climbed(family: str, mutant: Mutant | None = None) -> Climbed:
         if mutant is not None and mutant.code is not None:
             stack.enter_context(other_code(*mutant.code))
         try:
-            ledger = settle(classify(checkpoint), checkpoint, found.spec, real_shapes(found.spec))
+            ledger = settle(classify(checkpoint), checkpoint, found.spec, real_shapes(found.spec), found.towers)
         except InputError as error:
             return Climbed("REFUSED", str(error))
         except (ValueError, RuntimeError, KeyError) as error:
             return Climbed("REFUSED", f"model and rules do not belong together: {error}")
         alignment = climb(checkpoint, found, ledger, lambda line: None)
-    failed = {name: rung for name, rung in alignment.rungs.items() if rung.verdict == "FAIL"}
-    return Climbed(alignment.verdict, "; ".join(rung.where for rung in failed.values()), tuple(failed))
+    failed = {name: rung.where for name, rung in alignment.rungs.items() if rung.verdict == "FAIL"}
+    return Climbed(alignment.verdict, "; ".join(failed.values()), failed)
 
 
 @contextlib.contextmanager
@@ -128,24 +130,41 @@ def _classes(module: Any, scratch: Any) -> list[tuple[type, type]]:
 
 def argument(path: str, value: Any) -> Change:
     """The argument at `path`, such as "ffn.router.scale", in every kind of layer whose block has it; of the blocks
-    outside the layers "norm.eps", of the n-th rotary "rotaries.0.theta". value: or a function of the present one."""
+    outside the layers "norm.eps", of the n-th rotary "rotaries.0.theta", of what layers are handed of the pass before
+    "loop.message.scale". value: or a function of the present one."""
     part, *names = path.split(".")
 
     def change(spec: ModelSpec) -> ModelSpec:
-        if part == "norm":
-            return spec.model_copy(update={"norm": _with(spec.norm, names, value)})
+        if part in {"norm", "query_scale", "layer_inputs"}:
+            return spec.model_copy(update={part: _with(getattr(spec, part), names, value)})
         if part == "rotaries":
             index, *inner = names
             rotaries = list(spec.rotaries)
             rotaries[int(index)] = _with(rotaries[int(index)], inner, value)
             return spec.model_copy(update={"rotaries": rotaries})
-        kinds = [kind.model_copy(update={"parts": [
-            held.model_copy(update={"block": _with(held.block, names, value)}) if held.name == part else held
-            for held in kind.parts
-        ]}) for kind in spec.layer_kinds]  # fmt: skip
-        return spec.model_copy(update={"layer_kinds": kinds})
+        if part == "loop":
+            assert spec.loop is not None
+            assert spec.loop.message is not None
+            message = _with(spec.loop.message, names[1:], value)
+            return spec.model_copy(update={"loop": spec.loop.model_copy(update={"message": message})})
+        return spec.model_copy(
+            update={"layer_kinds": [_with_part(kind, part, names, value) for kind in spec.layer_kinds]}
+        )
 
     return change
+
+
+def _with_part(kind: LayerKind, part: str, names: list[str], value: Any) -> LayerKind:
+    """The kind with one argument of the block of a part changed, be it one that runs in later passes only."""
+
+    def changed(parts: list[PartSpec]) -> list[PartSpec]:
+        return [
+            held.model_copy(update={"block": _with(held.block, names, value)}) if held.name == part else held
+            for held in parts
+        ]
+
+    again = kind.again and kind.again.model_copy(update={"parts": changed(kind.again.parts)})
+    return kind.model_copy(update={"parts": changed(kind.parts), "again": again})
 
 
 def _with(block: BlockSpec, names: list[str], value: Any) -> BlockSpec:
@@ -174,6 +193,34 @@ def wired(part: str, reads: str | None = None, gives: str | None = None) -> Chan
             ]
             kinds.append(kind.model_copy(update={"parts": parts, "gives": gives if there and gives else kind.gives}))
         return spec.model_copy(update={"layer_kinds": kinds})
+
+    return change
+
+
+def wired_again(value: str, reads: str) -> Change:
+    """What the part reads that makes a value of a later pass, written otherwise, in every layer that has the value."""
+
+    def change(spec: ModelSpec) -> ModelSpec:
+        kinds = []
+        for kind in spec.layer_kinds:
+            again = kind.again
+            if again is not None and any(step.part == "mixer_input_2" for step in again.steps if step.name == value):
+                steps = [
+                    step.model_copy(update={"reads": reads}) if step.name == value else step for step in again.steps
+                ]
+                again = again.model_copy(update={"steps": steps})
+            kinds.append(kind.model_copy(update={"again": again}))
+        return spec.model_copy(update={"layer_kinds": kinds})
+
+    return change
+
+
+def passes(count: int) -> Change:
+    """How often layers run."""
+
+    def change(spec: ModelSpec) -> ModelSpec:
+        assert spec.loop is not None
+        return spec.model_copy(update={"loop": spec.loop.model_copy(update={"passes": count})})
 
     return change
 
@@ -369,6 +416,26 @@ MUTANTS = [
            whole(embed_scale=8.4852814)),
     Mutant("logit scale dropped", "cohere2_moe", r"the logits", whole(logit_scale=1.0)),
     Mutant("softcap dropped", "recurrent_gemma", r"the logits", whole(logit_softcap=None)),
+    # what the model hands to its layers, and they to one another
+    Mutant("growth of queries handed to layers", "beam", r"query_scale, for what model\.layers\.1\.self_attn",
+           argument("query_scale.factor", 0.2), rung="L1"),
+    Mutant("scale of the inputs of layers", "gemma4", r"layer_inputs, for model: output",
+           argument("layer_inputs.scale", 0.5), rung="L1"),
+    Mutant("eps of the inputs of layers", "gemma4", r"layer_inputs, for model",
+           argument("layer_inputs.norm.eps", 1e-5), rung="L1"),
+    Mutant("keys left under another name", "gemma4", r"layers\.2\.mixer, for \S*: 'keys\.full_attention' is not left",
+           argument("mixer.leaves", "sliding_attention"), rung="L1"),
+    Mutant("keys of another kind of layer", "gemma4", r"layers\.3\.mixer, for",
+           argument("mixer.takes", "sliding_attention"), rung="L1"),
+    Mutant("latents not left", "mistral_large4", r"layers\.1\.mixer, for \S*: 'latents\.rope' is not left",
+           argument("mixer.leaves", None), rung="L1"),
+    Mutant("scale of the messages", "inkling2_loop", r"loop\.message, for model\.message_input",
+           argument("loop.message.scale", lambda scale: 1.01 * scale), rung="L1"),
+    Mutant("eps of a message's gate", "inkling2_loop", r"layers\.2\.mixer_input_2, for \S*q_message_gate",
+           argument("mixer_input_2.eps", 1e-4), rung="L1"),
+    Mutant("one pass more", "inkling2_loop", r"loop, which runs layers 2-3 3 times", passes(3), rung="L1"),
+    Mutant("message of another part", "inkling2_loop", r"what layers\.3\.mixer_input_2 in pass 2 reads",
+           wired_again("mixer_input_2", "residual.1, message.2"), rung="L1"),
     Mutant("streams' iterations", "deepseek_v4", r"layers\.0\.mixer\.connection, for",
            argument("mixer.connection.iterations", 19)),
     Mutant("layers one off", "lfm2_moe", r"layers\.\d", exchanged_layers),
