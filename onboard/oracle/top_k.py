@@ -54,9 +54,10 @@ class NoteTopK(_TopK):
 
 class ForceTopK(_TopK):
     """Replaces what routers choose: the indices of the n-th `topk` that is like one of a router (as many to choose
-    from, as many chosen) by `choices[n]`, rows as in the call, values gathered to match. Other calls, of groups of
-    experts or of sparse attention, are left alone. like: (classes, top_k) of the routers. among: only what these
-    modules choose, None for all."""
+    from, as many chosen) by `choices[n]`, rows as in the call, values gathered to match. A call with fewer rows than
+    `choices[n]`, such as one for each document, takes the next of them. Other calls, of groups of experts or of sparse
+    attention, are left alone. like: (classes, top_k) of the routers. among: only what these modules choose, None for
+    all. calls: how many of the choices were taken whole."""
 
     def __init__(
         self,
@@ -66,13 +67,18 @@ class ForceTopK(_TopK):
     ):
         super().__init__()
         self.choices, self.like, self.among, self.calls = choices, like, among, 0
+        self._taken = 0  # rows of the choices that are being taken
 
     def chosen(self, module: nn.Module | None, scores: Tensor, output: Any) -> Any:
         pair = scores.shape[-1], output.indices.shape[-1]
         if pair not in self.like or (self.among is not None and module not in self.among):
             return output
-        index = self.choices[self.calls].reshape(*scores.shape[:-1], -1)
-        self.calls += 1
+        held = self.choices[self.calls].flatten(0, -2)
+        rows = scores.shape[:-1].numel()
+        index = held[self._taken : self._taken + rows].reshape(*scores.shape[:-1], -1)
+        self._taken += rows
+        if self._taken >= len(held):
+            self.calls, self._taken = self.calls + 1, 0
         return torch.return_types.topk((scores.gather(-1, index), index))
 
 

@@ -45,6 +45,16 @@ def test_a_choice_of_tokens_that_looks_like_a_routers_at_one_length_is_none():
     assert force.calls == 1
 
 
+def test_calls_for_one_document_each_take_the_rows_of_theirs():
+    model = Both()
+    choice = torch.stack([torch.tensor([n % 6, (n + 1) % 6]) for n in range(9)])
+    with ForceTopK([choice, choice.flip(0)], {(6, 2)}, {model.router}) as force:
+        taken = [model(torch.randn(length, 4))[1] for length in (5, 4, 9)]
+    assert torch.equal(torch.cat(taken[:2]), choice)
+    assert torch.equal(taken[2], choice.flip(0))
+    assert force.calls == 2
+
+
 def test_only_what_is_like_a_router_is_noted():
     model = Both()
     runs = [lambda: model(torch.ones(7, 4)), lambda: model(torch.ones(8, 4))]
