@@ -9,8 +9,8 @@ from torch import nn
 
 from dayzero.runtime.dry_pass import LayerBytes, layer_bytes
 from dayzero.runtime.nn import CausalLM, Routed
+from dayzero.runtime.travelling import UNEVEN
 
-UNEVEN = 1.5  # what a busy expert-parallel rank receives, as a multiple of its share
 MEASURED = 8192  # tokens of the longest pass; longer ones follow by a parabola, since attention may be quadratic
 
 
@@ -36,12 +36,6 @@ def kept(layer: LayerBytes, ep: int) -> int:
 def working(layer: LayerBytes, ep: int) -> int:
     """On top of that at the worst moment."""
     return int(layer.working * UNEVEN) if ep > 1 and layer.by_experts else layer.working
-
-
-def travelling_bytes(moe: Routed, compute: int, tokens: int, ep: int) -> int:
-    """c H for each row as sent, and UNEVEN times as received and as returned; nothing without an exchange."""
-    rows = tokens * moe.rows_of_a_token(ep)
-    return int(compute * moe.experts.hidden * rows * (1 + 2 * UNEVEN)) if ep > 1 else 0
 
 
 def _extended(points: tuple[int, int, int], values: tuple[LayerBytes, ...], tokens: int) -> LayerBytes:

@@ -13,9 +13,10 @@ def communication(model: Model, mesh: Mesh, tokens: int, recompute: bool, per_no
     ranks of ep and dp_shard are neighbours; those of efsdp stand ep apart, those of dp_replicate dp_shard. S is for
     all_gather: c * the unit, twice (forward, backward), but once for the root, which stays gathered.
     reduce_scatter: 4 * trained elements of the unit. all_reduce: 8 * trained elements kept, with dp_replicate.
-    all_to_all: c T R H for each exchange, R rows a token (`Routed.rows_of_a_token`): 2 forward, 2 backward, 2
-    again with recompute. With tp or cp, T is T / (cp tp), the ranks of tp are neighbours and gather a unit's other
-    parameters with those of cp and dp_shard, and shared_rows is what blocks gather and sum (`shared_batch`).
+    all_to_all: c T R H for each exchange, R rows a token (`Routed.rows_of_a_token`), whatever moves them: 2 forward, 2
+    backward, 2 again with recompute. With tp or cp, T is T / (cp tp), the ranks of tp are neighbours and gather a
+    unit's other parameters with those of cp and dp_shard, and shared_rows is what blocks gather and sum
+    (`shared_batch`).
     """
     gather, scatter, reduce, exchange, shared = (_zero() for _ in range(5))
     together = mesh.tp * mesh.cp
@@ -33,7 +34,7 @@ def communication(model: Model, mesh: Mesh, tokens: int, recompute: bool, per_no
         _add(shared, over_cp, mesh.cp, mesh.tp, per_node)
         for moe in model.kinds[i].moes:
             own = -(-tokens // together)
-            size = int(model.compute * own * moe.rows_of_a_token(mesh.ep) * moe.experts.hidden)
+            size = int(model.compute * own * moe.rows_of_a_token(mesh.ep, model.dispatcher) * moe.experts.hidden)
             _add(exchange, (6 if recompute else 4) * size, mesh.ep, 1, per_node)
     kinds = {"all_gather": gather, "reduce_scatter": scatter, "all_reduce": reduce, "all_to_all": exchange}
     return kinds | ({"shared_rows": shared} if together > 1 else {})

@@ -18,17 +18,19 @@ from pydantic import BaseModel, ConfigDict, Field
 from torch import nn
 
 from dayzero.runtime import config
-from dayzero.runtime.activations import kept, measure_layers, travelling_bytes, working
+from dayzero.runtime.activations import kept, measure_layers, working
 from dayzero.runtime.dry_pass import LayerBytes
 from dayzero.runtime.lora import apply_lora
 from dayzero.runtime.moments import Moments
 from dayzero.runtime.nn import CausalLM, Experts, Routed
+from dayzero.runtime.nn.expert_parallel import Dispatcher
 from dayzero.runtime.nn.index_loss import freeze_indexers
 from dayzero.runtime.optimizer import moments_of
 from dayzero.runtime.parameter_roles import trained_parameters
 from dayzero.runtime.precision import Precision
 from dayzero.runtime.shared_batch import Sharing, cut_dimensions, kept_bytes, sharing_of
 from dayzero.runtime.spec import ModelSpec
+from dayzero.runtime.travelling import route_bytes, travelling_bytes
 
 Mode = Literal["lora", "full"]
 WIDE = 4  # bytes of float32: what is trained, its gradient, and the dtype of reductions
@@ -123,7 +125,8 @@ class Kind:
 @dataclass(frozen=True)
 class Model:
     """order: the kind of every layer. root: embedding, last norm and head. built: a layer of each kind, on the meta
-    device, in the dtype of the pass. saves_copy: whether a copy of the state is written while training goes on."""
+    device, in the dtype of the pass. saves_copy: whether a copy of the state is written while training goes on.
+    dispatcher: how tokens get to experts on other ranks."""
 
     kinds: tuple[Kind, ...]
     order: tuple[int, ...]
@@ -136,6 +139,7 @@ class Model:
     built: CausalLM
     moments: Moments
     saves_copy: bool
+    dispatcher: Dispatcher = "alltoall"
 
     @property
     def handed(self) -> int:
@@ -181,9 +185,11 @@ def measure(
     asynchronous: bool = True,
     train_indexers: bool = False,
     tp: int = 1,
+    dispatcher: Dispatcher = "alltoall",
 ) -> Model:
     """The shapes of the model that a run trains. Takes no memory to speak of, and time only for the kinds of layers.
     asynchronous: checkpoints are written from a copy. train_indexers: their own loss does. tp: ranks that cut it.
+    dispatcher: as in train.yaml.
 
     Trained parameters are float32, as `precision.keep_parameters` makes them; frozen ones keep the commonest dtype of
     the checkpoint in a bf16 run. Raises InputError for a model without anything to adapt, or that tp cannot cut.
@@ -241,6 +247,7 @@ def measure(
         model,
         Moments(optimizer.states, optimizer.offload),
         asynchronous,
+        dispatcher,
     )
 
 
@@ -348,7 +355,8 @@ def batch_memory(
         layers and its selections, and all that the largest layer keeps. In both cases what the layer with the largest
         need works with beside that (`activations`), and 2 c T H for the last norm. What is handed to layers one by one,
         [T, layers, P], is kept whole, and before its norm too.
-    expert_copies: rows on their way between the ranks of an exchange (`activations.travelling_bytes`).
+    expert_copies: rows on their way between the ranks of an exchange, of the layer with most, and what is kept of their
+        routes, of every layer or with recompute of one (`travelling`).
     logits: min(T, chunk) * V * (8 + c, or 8 if c is 4), and with chunks 4 V H for the sum that is a trained head's
         gradient. V / tp of T / cp tokens where tp cuts the vocabulary.
     shared_rows: gathered inputs, keys and values (`shared_batch.kept_bytes`) of all layers, or of the largest.
@@ -358,22 +366,24 @@ def batch_memory(
     tokens = -(-part // tp)
     compute, hidden = model.compute, model.hidden
     layers = model.layer_bytes(tokens)
-    most = max(working(layer, ep) for layer in layers)
+    largest = max(working(layer, ep) for layer in layers)
     if recompute:
         between = sum(layers[i].output + layers[i].routing for i in model.order)
         activations = between + max(kept(layer, ep) + working(layer, ep) for layer in layers)
     else:
-        activations = sum(kept(layers[i], ep) for i in model.order) + most
+        activations = sum(kept(layers[i], ep) for i in model.order) + largest
     of_head, vocabulary = (part, model.vocabulary // tp) if model.vocabulary % tp == 0 else (tokens, model.vocabulary)
     chunk = min(of_head, loss_chunk or of_head)
     logits = chunk * vocabulary * (8 + (compute if compute < WIDE else 0))
     if model.head_trained and chunk < of_head:
         logits += WIDE * vocabulary * hidden
-    moes = [moe for kind in model.kinds for moe in kind.moes]
+    how = tokens, ep, model.dispatcher
+    most = max((travelling_bytes(moe, compute, *how) for kind in model.kinds for moe in kind.moes), default=0)
+    routes = [sum(route_bytes(moe, *how) for moe in model.kinds[i].moes) for i in model.order]
     rows = {"shared_rows": max(shared) if recompute else sum(shared[i] for i in model.order)} if tp * cp > 1 else {}
     return rows | {
         "activations": activations + 2 * compute * tokens * (hidden + model.handed),
-        "expert_copies": max((travelling_bytes(moe, compute, tokens, ep) for moe in moes), default=0),
+        "expert_copies": most + (max(routes) if recompute else sum(routes)),
         "logits": logits,
     }
 

@@ -13,6 +13,7 @@ from dayzero.runtime import config, plan_table
 from dayzero.runtime.errors import InputError
 from dayzero.runtime.memory import GIB, Mesh, Mode, host_memory, measure
 from dayzero.runtime.moments import Kept
+from dayzero.runtime.nn.expert_parallel import Dispatcher
 from dayzero.runtime.parallel import Prefetch
 from dayzero.runtime.plan_search import Candidate, Question, search, with_experts_ahead
 from dayzero.runtime.precision import Precision
@@ -58,7 +59,8 @@ class Plan(Record):
     counted ACROSS times; the plan minimises it among what fits. advice: what would fit, where nothing does.
     hbm_bytes: None where the device is not known; then nothing is replicated and all is recomputed.
     prefetch: which units are gathered early (`parallel.prefetch_units`).
-    tokens_per_device: of a batch, which all ranks of tp and cp share. refused: why ranks could not share one otherwise.
+    tokens_per_device: of a batch, which all ranks of tp and cp share. dispatcher: how tokens get to experts on other
+    ranks. refused: why ranks could not share a batch otherwise.
     """
 
     model: str
@@ -86,6 +88,7 @@ class Plan(Record):
     weighted_bytes: int
     alternatives: list[Alternative]
     advice: list[str]
+    dispatcher: Dispatcher = Field(default="alltoall", exclude_if=lambda dispatcher: dispatcher == "alltoall")
     refused: list[str] = Field(default=[], exclude_if=lambda refused: not refused)
 
     def render(self, console: Console) -> None:
@@ -103,6 +106,8 @@ class Plan(Record):
             head.insert(2, f"a batch does not fit into one device: {together} share it")
         if self.lora_targets:
             head.append(f"adapters of rank {self.lora_rank} on {', '.join(self.lora_targets)}")
+        if self.dispatcher != "alltoall" and self.mesh.ep > 1:
+            head.append(f"tokens get to experts on other ranks by {self.dispatcher}")
         where = "in host memory" if self.offload else "on the device"
         head.append(f"optimizer {self.optimizer}, its moments in {self.states}, {where}")
         tables = [
@@ -133,6 +138,7 @@ def make_plan(
     tp: int | None = None,
     cp: int | None = None,
     prefetch: Prefetch | None = None,
+    dispatcher: Dispatcher = "alltoall",
 ) -> Plan:
     """The layout that moves the fewest bytes among those that fit into `hbm_gib` GiB a device.
 
@@ -150,7 +156,7 @@ def make_plan(
         if value < 1:
             raise InputError(name, found=str(value), expected="1 or more")
     optimizer = optimizer or config.Optimizer()
-    model = measure(spec, mode, precision, lora_rank, optimizer, asynchronous, train_indexers)
+    model = measure(spec, mode, precision, lora_rank, optimizer, asynchronous, train_indexers, dispatcher=dispatcher)
     hbm = None if hbm_gib is None else int(hbm_gib * GIB)
     tp = 1 if train_indexers and tp is None else tp
     question = Question(model, devices, tokens_per_device, devices_per_node, hbm, tp, cp, prefetch)
@@ -192,6 +198,7 @@ def make_plan(
         weighted_bytes=best.weighted,
         alternatives=_alternatives(candidates, best, hbm),
         advice=[] if fitting or hbm is None else _advice(question, mode, best, hbm),
+        dispatcher=dispatcher,
         refused=question.refused,
     )
 
@@ -220,6 +227,7 @@ def plan_for(
         tp=tp or config.fixed(parallel.tp),
         cp=cp or config.fixed(parallel.cp),
         prefetch=None if parallel.prefetch == "auto" else parallel.prefetch,
+        dispatcher=settings.experts.dispatcher,
     )
 
 

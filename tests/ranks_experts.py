@@ -1,6 +1,8 @@
 """What the ranks of test_expert_parallel.py do: a mixture whose experts are spread over ranks, beside a whole one."""
 
 import copy
+import weakref
+from contextlib import contextmanager
 from typing import Any
 
 import npu_exchange
@@ -200,21 +202,75 @@ def events(parts: int) -> tuple[list[str], list[str]]:
     return forward, log
 
 
-def fused(cases: dict[str, tuple[str, dict[str, Any]]]) -> dict[str, dict[str, Any]]:
-    """`compare` by stand-ins of an NPU's operators that take 5 tokens, whose calls are there under "calls"."""
-    before = fused_dispatch.supports, fused_dispatch.communicator, fused_dispatch.TOKENS
+def buffers(hidden: int, tokens: int) -> dict[str, tuple[int, int, int]]:
+    """Of each dispatcher, of a layer's two passes with every expert as likely: most bytes alive of what
+    travels, in one part and in three, which are no more; and, of the operators of an NPU, what is kept of the way."""
     group = fused_dispatch.own_group(dist.get_world_size())
+    with _stand_ins(group):
+        return {
+            name: (_most_alive(name, 1, group, hidden, tokens)[0], *_most_alive(name, 3, group, hidden, tokens))
+            for name in ("alltoall", "allgather", "fused")
+        }
+
+
+def _most_alive(dispatcher: Any, parts: int, group, hidden: int, tokens: int) -> tuple[int, int]:
+    alive: dict[int, int] = {}
+    most, routes, start = 0, [], Flight.start
+
+    def follow(tensor: torch.Tensor) -> None:
+        nonlocal most
+        storage = tensor.untyped_storage()
+        if storage._cdata not in alive:
+            alive[storage._cdata] = storage.nbytes()
+            weakref.finalize(storage, alive.pop, storage._cdata, None)
+        most = max(most, sum(alive.values()))
+
+    def followed(self, x, back=False):
+        out = start(self, x, back)
+        follow(self.sent)
+        follow(out)
+        if not back and isinstance(self.move, fused_dispatch.Dispatch):
+            routes.extend(self.move.route)
+        return out
+
+    torch.manual_seed(5)
+    moe = MixtureOfExperts(Router(hidden, EXPERTS, 3), Experts(EXPERTS, hidden, WIDTH, "silu"))
+    for parameter in moe.parameters():
+        torch.nn.init.normal_(parameter)
+    torch.manual_seed(dist.get_rank())
+    index = torch.rand(tokens, EXPERTS).topk(3).indices
+    moe.router.forward = lambda x, context=None: (torch.ones(tokens, 3), index)  # type: ignore[method-assign]
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("ep",))
+    split_experts(moe.experts, mesh)
+    moe.exchange = Exchange(mesh.get_group(), dispatcher=dispatcher, parts=parts, alone=group)
+    Flight.start = followed
+    moe(torch.randn(tokens, hidden, requires_grad=True)).sum().backward()
+    Flight.start = start
+    return most, sum(tensor.nbytes for tensor in routes)
+
+
+@contextmanager
+def _stand_ins(group, tokens: int = 5):
+    """An NPU's operators, as `npu_exchange` computes them, of so many tokens a call."""
+    before = fused_dispatch.supports, fused_dispatch.communicator, fused_dispatch.TOKENS
     library = npu_exchange.define(group)
     fused_dispatch.supports = lambda x, choices: (True, "")
     fused_dispatch.communicator = lambda group: npu_exchange.NAME
-    fused_dispatch.TOKENS = 5
+    fused_dispatch.TOKENS = tokens
     try:
-        found = {}
+        yield
+    finally:
+        fused_dispatch.supports, fused_dispatch.communicator, fused_dispatch.TOKENS = before
+        library._destroy()
+
+
+def fused(cases: dict[str, tuple[str, dict[str, Any]]]) -> dict[str, dict[str, Any]]:
+    """`compare` by stand-ins of an NPU's operators that take 5 tokens, whose calls are there under "calls"."""
+    group = fused_dispatch.own_group(dist.get_world_size())
+    found = {}
+    with _stand_ins(group):
         for name, (form, how) in cases.items():
             npu_exchange.CALLS.clear()
             found[name] = _compare(form, **how, dispatcher="fused", alone=group)
             found[name]["calls"] = list(npu_exchange.CALLS)
-    finally:
-        fused_dispatch.supports, fused_dispatch.communicator, fused_dispatch.TOKENS = before
-        library._destroy()
     return found

@@ -42,10 +42,20 @@ def supports(x: Tensor, choices: int) -> tuple[bool, str]:
         return False, reason
     if choices > _MOST_CHOICES:
         return False, f"{choices} experts a token are more than {_MOST_CHOICES}"
-    narrow, wide = x.shape[1], _aligned(x.shape[1] + 2 * choices)
+    narrow, wide = x.shape[1], width_of(x.shape[1], choices)
     if narrow < _NARROWEST or wide > _WIDEST:
         return False, f"rows {narrow} wide, {wide} with weights, are not within {_NARROWEST} to {_WIDEST}"
     return True, ""
+
+
+def room(ranks: int, experts: int, choices: int) -> int:
+    """Rows that a rank has room for in a call: the copies of all tokens of all ranks for its own of the experts."""
+    return TOKENS * ranks * min(experts // ranks, choices)
+
+
+def width_of(hidden: int, choices: int) -> int:
+    """Of a row with the weights of its choices, as the operators take it."""
+    return _aligned(hidden + 2 * choices)
 
 
 def communicator(group: ProcessGroup) -> str:

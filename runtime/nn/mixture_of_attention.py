@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from .attend import attend
 from .capacity import padded
 from .context import Context
+from .expert_parallel import Dispatcher
 from .experts import Experts
 from .linear import reset_linear
 from .permutation import sorted_copies, through_experts
@@ -56,9 +57,10 @@ class MixtureOfAttention(Routed):
         self.value = nn.Linear(experts.hidden, experts.width, bias=False)
         self.bias = nn.Parameter(torch.empty(experts.hidden)) if bias else None
 
-    def rows_of_a_token(self, ranks: int) -> float:
+    def rows_of_a_token(self, ranks: int, dispatcher: Dispatcher = "alltoall") -> float:
         """Each choice by itself: a row of the stream, then what its heads gathered."""
-        return self.router.top_k * (1 + self.experts.width / self.experts.hidden)
+        rows = self.router.top_k * (1 + self.experts.width / self.experts.hidden)
+        return ranks * rows if dispatcher == "allgather" else rows
 
     def reset_parameters(self, std: float) -> None:
         for linear in (self.key, self.value):

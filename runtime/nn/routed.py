@@ -6,7 +6,7 @@ from torch import Tensor, nn
 from dayzero.runtime.recompute import computed_again
 
 from .capacity import Capacity, within_capacity
-from .expert_parallel import Exchange
+from .expert_parallel import Dispatcher, Exchange
 from .experts import Experts
 from .router import Routing
 
@@ -29,10 +29,12 @@ class Routed(nn.Module):
         self.capacity: Capacity | None = None
         self.expert_counts: Tensor | None = None
 
-    def rows_of_a_token(self, ranks: int) -> float:
+    def rows_of_a_token(self, ranks: int, dispatcher: Dispatcher = "alltoall") -> float:
         """How many rows as wide as `experts.hidden` a token sends to the ranks that share the experts, on average, if
         each rank is as likely for each of its choices."""
-        return ranks * (1 - (1 - 1 / ranks) ** self.router.top_k)
+        if dispatcher == "allgather":
+            return ranks
+        return self.router.top_k if dispatcher == "fused" else ranks * (1 - (1 - 1 / ranks) ** self.router.top_k)
 
     def take_counts(self) -> Tensor | None:
         """`expert_counts`, which begin anew."""
