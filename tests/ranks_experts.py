@@ -3,6 +3,7 @@
 import copy
 import weakref
 from contextlib import contextmanager
+from datetime import timedelta
 from typing import Any
 
 import npu_exchange
@@ -273,4 +274,64 @@ def fused(cases: dict[str, tuple[str, dict[str, Any]]]) -> dict[str, dict[str, A
             npu_exchange.CALLS.clear()
             found[name] = _compare(form, **how, dispatcher="fused", alone=group)
             found[name]["calls"] = list(npu_exchange.CALLS)
+    return found
+
+
+# Of both passes with three parts: what an exchange travels behind.
+BEHIND = {
+    "tokens 0": "shared experts", "tokens 1": "experts 0", "tokens 2": "experts 1", "sums 0": "experts 1",
+    "sums 1": "experts 2", "sums 1 back": "experts 2 back", "sums 0 back": "experts 1 back",
+    "tokens 2 back": "experts 1 back", "tokens 1 back": "experts 0 back", "tokens 0 back": "shared experts back",
+}  # fmt: skip
+
+
+def unfinished(at_once: bool = False) -> dict[str, bool]:
+    """Whether each exchange of rank 0 was under way while that was computed: rank 1 takes part in it only then, so it
+    cannot have ended before. at_once: wait for each as soon as it has begun, in which case both ranks wait for ever."""
+    import dayzero.runtime.nn.expert_parallel as module
+
+    rank, parts = dist.get_rank(), 3
+    store = dist.distributed_c10d._get_default_store()
+    store.set_timeout(timedelta(seconds=2 if at_once else 30))
+    names: dict[int, str] = {}
+    kept, works, found = [], {}, {}
+    start, through, part = Flight.start, through_experts, iter(range(parts))
+
+    def started(self, x, back=False):
+        kept.append(self)  # so that no two flights have one id
+        sort, number = divmod(len(names), parts)
+        name = names.setdefault(id(self), f"{('tokens', 'sums')[sort % 2]} {number}") + " back" * back
+        if rank == 1 and name in BEHIND:
+            store.wait([BEHIND[name]])
+        out = start(self, x, back)
+        works[name] = self.work
+        if at_once:
+            self.work.wait(timedelta(seconds=2))
+        return out
+
+    def computes(name):
+        if rank == 0:
+            for exchange in (one for one, behind in BEHIND.items() if behind == name):
+                found[exchange] = exchange in works and not works[exchange].is_completed()
+            store.set(name, "")
+
+    def computed(experts, x, weights, copies, **how):
+        name = f"experts {next(part)}"
+        computes(name)
+        x = x.view_as(x)
+        x.register_hook(lambda grad: computes(f"{name} back"))
+        return through(experts, x, weights, copies, **how)
+
+    shared = GatedFeedForward(HIDDEN, 5, "silu")
+    moe = MixtureOfExperts(Router(HIDDEN, EXPERTS, 3), Experts(EXPERTS, HIDDEN, WIDTH, "silu"), shared)
+    for parameter in moe.parameters():
+        torch.nn.init.normal_(parameter)
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("ep",))
+    split_experts(moe.experts, mesh)
+    moe.exchange = Exchange(mesh.get_group(), parts=parts)
+    shared.register_forward_hook(lambda *_: computes("shared experts"))
+    shared.register_full_backward_hook(lambda *_: computes("shared experts back"))
+    Flight.start, module.through_experts = started, computed
+    moe(torch.randn(16, HIDDEN, requires_grad=True)).sum().backward()
+    Flight.start, module.through_experts = start, through
     return found

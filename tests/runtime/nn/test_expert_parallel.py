@@ -84,6 +84,16 @@ def test_parts_travel_while_others_compute():
         assert backward.index(before) < backward.index(hiding) < backward.index(after), backward
 
 
+def test_an_exchange_is_under_way_while_others_compute():
+    """In both passes: it cannot end before what hides it has begun, and that does not wait for it."""
+    assert harness.run(ranks_experts.unfinished, 2)[0] == dict.fromkeys(ranks_experts.BEHIND, True)
+
+
+def test_an_exchange_that_is_waited_for_at_once_hides_behind_nothing():
+    with pytest.raises(harness.RankError):
+        harness.run(ranks_experts.unfinished, 2, True)
+
+
 FUSED = {
     "plain": ("plain", {}),
     "shared": ("shared", {"parts": 3}),
