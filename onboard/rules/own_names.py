@@ -89,19 +89,27 @@ def _numbered_as(pattern: str, template: str) -> str:
 
 def whichever_is_there(rules: Sequence[RuleSpec], others: Sequence[RuleSpec], names: Collection[str]) -> list[RuleSpec]:
     """The rules, with another in the place of each, and for the layers, of which the tensors are not there and those of
-    the other are. names: of the checkpoint's tensors; prefixes, up to the first number of a name, do not count here."""
+    the other are. Where neither are, what most layers of the rule have: so what is missing has its likeliest name.
+
+    names: of the checkpoint's tensors; prefixes, up to the first number of a name, do not count here.
+    """
     tails = {_tail(name) for name in names}
     others_of = {parameter: (other, index) for other in others for parameter, index in other.build().each()}
     made: dict[tuple[str, str], tuple[RuleSpec, list[int]]] = {}
     for rule in rules:
         built = rule.build()
+        there: dict[str, list[tuple[RuleSpec, int]]] = {"rule": [], "other": [], "neither": []}
         for parameter, index in built.each():
-            chosen = rule
-            if not _is_there(built, index, tails) and parameter in others_of:
-                other, same = others_of[parameter]
-                chosen = other if _is_there(other.build(), same, tails) else rule
-            key = chosen.parameter, chosen.source.model_dump_json()
-            made.setdefault(key, (chosen, []))[1].append(index.get("layer", 0))
+            other, same = others_of.get(parameter, (rule, index))
+            mine = _is_there(built, index, tails)
+            which = "rule" if mine else "other" if _is_there(other.build(), same, tails) else "neither"
+            there[which].append((other, index.get("layer", 0)))
+        likely = "other" if len(there["other"]) > len(there["rule"]) else "rule"
+        for which, found in there.items():
+            for other, layer in found:
+                chosen = other if (likely if which == "neither" else which) == "other" else rule
+                key = chosen.parameter, chosen.source.model_dump_json()
+                made.setdefault(key, (chosen, []))[1].append(layer)
     return [part for rule, layers in made.values() for part in _for_layers(rule, layers)]
 
 

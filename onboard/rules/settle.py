@@ -7,7 +7,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from dayzero.onboard.checkpoint import Checkpoint
-from dayzero.onboard.config_fields import SIZES, field_of, size_of
+from dayzero.onboard.config_fields import SIZES, ConfigView, field_of, size_of
 from dayzero.onboard.inspect.folded import fold_checkpoint
 from dayzero.onboard.inspect.ledger import CARRIED, Fate, Ledger, TensorGroup, extent
 from dayzero.onboard.inspect.tensor_names import Group, pattern_of, subset
@@ -231,8 +231,9 @@ _READ = 1 << 24  # values at a time
 
 
 def _sizes(config: Mapping[str, Any]) -> str:
-    names = [name for meaning in ("layers", "experts") for name in SIZES[meaning] if config.get(name) is not None]
-    return ", ".join(f"{name}={config[name]}" for name in names)
+    view = ConfigView(config)
+    named = [view.said(meaning) for meaning in ("layers", "experts") if view.size(meaning) is not None]
+    return ", ".join(named) or "its sizes"
 
 
 def _check_shape(
@@ -251,7 +252,7 @@ def _check_shape(
         return
     name = rule.names()[0]
     wrong = [size for size, other in zip(expected, found, strict=False) if size != other] or list(expected)
-    fields = ", ".join(f"{field}={value}" for field, value in _behind(wrong, checkpoint.config).items())
+    fields = ", ".join(f"{field}={value}" for field, value in _behind(wrong, ConfigView(checkpoint.config).text).items())
     raise InputError(
         name,
         found=f"{list(stored[name])} in {checkpoint.headers[name].file}",

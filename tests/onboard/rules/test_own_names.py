@@ -159,3 +159,5 @@ def test_the_one_that_is_there_is_taken_layer_by_layer():
     made = whichever_is_there([rule(apart, (0, 4))], [rule(one, (0, 4))], names)
     found = {layer: made_of.build().source for made_of in made for layer in range(*made_of.ranges["layer"])}
     assert found == {0: apart, 1: one, 2: apart, 3: apart}  # layer 3 has neither: settling the ledger says so
+    (other,) = whichever_is_there([rule(apart, (0, 4))], [rule(one, (0, 4))], {f"m.{n}.gu" for n in range(3)})
+    assert (other.build().source, other.ranges["layer"]) == (one, (0, 4))
