@@ -252,7 +252,8 @@ def _check_shape(
         return
     name = rule.names()[0]
     wrong = [size for size, other in zip(expected, found, strict=False) if size != other] or list(expected)
-    fields = ", ".join(f"{field}={value}" for field, value in _behind(wrong, ConfigView(checkpoint.config).text).items())
+    text = ConfigView(checkpoint.config).text
+    fields = ", ".join(f"{field}={value}" for field, value in _behind(wrong, text).items())
     raise InputError(
         name,
         found=f"{list(stored[name])} in {checkpoint.headers[name].file}",
