@@ -3,22 +3,25 @@
 One model of 64 experts, 4 a token, hidden width 512, expert width 256, with the same weights for all: ours, and
 transformers with its eager experts and with its grouped_mm experts, for LoRA with peft around those. On one process and
 on two, where ours shares the experts (ep 2) and transformers is sharded by FSDP2. The tokens are one document, or
-documents of 64 to 1,024 tokens as in instruction tuning: packed for ours, a padded batch for transformers, whose
-attention has no packing on a CPU; only real tokens count. Every variant has processes of its own; memory is their peak
-beyond what they held before the model. A step is forward, backward and AdamW; the fastest counts.
-`x` is ours against the row: times the tokens/s, part of the memory. The loss of the first step shows that all compute
-the same.
+documents of 64 to 1,024 tokens as in instruction tuning, the first fifth to three fifths of each a prompt without
+labels: packed for ours, a padded batch for transformers, whose attention has no packing on a CPU; only real tokens
+count. Every variant has processes of its own, with large pages as in `runtime train`; memory is their peak beyond what
+they held before the model. A step is forward, backward and AdamW; the fastest counts. `x` is ours against the row:
+times the tokens/s, part of the memory. The loss of the first step shows that all compute the same.
 """
 
 import argparse
 import itertools
 import json
+import os
 import subprocess
 import sys
 import tempfile
 import time
 from pathlib import Path
 from typing import Any
+
+os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")  # read when torch is imported
 
 import torch
 import torch.distributed as dist
@@ -39,6 +42,7 @@ ADAPTED = {"q_proj", "k_proj", "v_proj", "o_proj"}
 VARIANTS = ("ours", "eager", "grouped_mm")
 LOSS_CHUNK = 512  # tokens whose logits exist at a time
 LENGTHS = (64, 1024)  # of ragged documents
+PROMPTS = (0.2, 0.6)  # parts of them without labels
 
 
 def checkpoint(folder: Path, layers: int) -> None:
@@ -137,6 +141,10 @@ def one(variant: str, folder: Path, dtype: torch.dtype, lora: bool, lengths: lis
     bounds = torch.tensor([0, *itertools.accumulate(lengths)])
     labels = ids.roll(-1)
     labels[bounds[1:] - 1] = -100
+    if len(lengths) > 1:
+        shares = torch.empty(len(lengths)).uniform_(*PROMPTS, generator=torch.Generator().manual_seed(3))
+        for first, length, share in zip(bounds.tolist(), lengths, shares.tolist(), strict=False):
+            labels[first : first + int(share * length)] = -100
     batch = padded(ids, labels, lengths)
     wanted = batch.pop("labels")
     watcher, seconds, losses = Thread(target=watch), [], []
