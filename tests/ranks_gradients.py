@@ -3,6 +3,7 @@
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 from exactness import batches, relative_error, whole, worst
 
 from dayzero.runtime.config import Optimizer
@@ -77,3 +78,31 @@ def _errors(folder: Path, layout, name: str, lora: bool, recomputed: bool, accum
 
 def _worst(errors: dict[str, float]) -> float:
     return errors[worst(errors)]
+
+
+def reduced(folder: Path) -> dict[str, float]:
+    """Of a model that computes in bfloat16 on ranks with a batch each: whether its gradients are float32, and the worst
+    error against the ranks' own gradients in bfloat16, summed in float32 ("wide"). narrow: that of a sum in bfloat16.
+    """
+    package = load_package(folder)
+    models = []
+    for layout in (None, (1, dist.get_world_size(), 1)):
+        with torch.device("meta"):
+            model = package.build()
+        if layout is not None:
+            parallelise(model, make_meshes(Layout(*layout), "cpu"), torch.bfloat16)
+        model.to_empty(device="cpu")
+        load_checkpoint(model, package.rules, package.checkpoint, read_headers(package.checkpoint))
+        models.append(model)
+    alone, model = models[0].bfloat16(), models[1]
+    for ids, labels, cu_seqlens in batches(package.spec.vocabulary, dist.get_rank(), 1):
+        for one in (alone, model):
+            (one(ids, cu_seqlens, labels) / 7).backward()
+    wide, narrow, dtypes = {}, {}, set()
+    for (name, parameter), other in zip(model.named_parameters(), alone.parameters(), strict=True):
+        parts = [torch.empty_like(other.grad) for _ in range(dist.get_world_size())]
+        dist.all_gather(parts, other.grad)
+        got, want = whole(parameter.grad), sum(part.float() for part in parts)
+        dtypes.add(parameter.grad.dtype)
+        wide[name], narrow[name] = relative_error(got, want), relative_error(sum(parts).float(), want)
+    return {"wide": _worst(wide), "narrow": _worst(narrow), "float32": float(dtypes == {torch.float32})}

@@ -71,3 +71,10 @@ def test_a_step_on_other_numbers_of_ranks(world, case, package):
     """case: layout, optimizer, LoRA, recompute, accumulation."""
     for (errors,) in harness.run(ranks_gradients.worst_errors, world, package, [case], timeout=100):
         assert all(error <= 1e-9 for error in errors.values()), errors
+
+
+def test_gradients_in_bfloat16_are_summed_in_float32(package):
+    for found in harness.run(ranks_gradients.reduced, 2, package):
+        assert found["float32"]
+        assert found["wide"] <= 1e-6
+        assert found["narrow"] > 1e-3  # what it would be otherwise
