@@ -29,6 +29,7 @@ from dayzero.onboard.align.ladder import THRESHOLDS, Rung, judge
 from dayzero.onboard.align.loading import NotLoaded, loaded_pair
 from dayzero.onboard.align.places import Place, layers_of, places, taken_apart
 from dayzero.onboard.candidates.evidence import Candidate, Site, site_of
+from dayzero.onboard.candidates.positions import on_ids, with_first_ids
 from dayzero.onboard.oracle.calls import Call, record_calls
 from dayzero.onboard.oracle.documents import documents
 from dayzero.onboard.oracle.reference import state_of, text_config
@@ -83,16 +84,18 @@ class SideBySide:
             yield f"rotaries.{index}, for {path_of(spec)}", error
 
     def positions(self) -> Iterator[tuple[str, float]]:
-        """What is added to the embeddings of each stack by name, and how far it is from the reference's."""
+        """What is added to the embeddings of each stack by name, and how far it is from the reference's: for text, and
+        with ids among it that may not count."""
         spec = self.generated.spec
         for name, block in (
             ("positions", spec.positions),
             ("encoder.positions", spec.encoder and spec.encoder.positions),
         ):
             if block is not None and (call := self.calls.get(path_of(block))) is not None:
-                lengths = (self.ids.shape[1],) * self.ids.shape[0]
-                mine = self.ours.get_submodule(name)(self.ids.flatten(), lengths, torch.float64)
-                yield f"{name}, for {call.path}", relative_error(mine.view(call.result.shape), call.result)
+                module = self.ours.get_submodule(name)
+                made = [on_ids(module, call, self.ids, ids) for ids in (self.ids, with_first_ids(self.ids))]
+                found = [float("inf") if pair is None else relative_error(*pair) for pair in made]
+                yield f"{name}, for {call.path}", max(found)
 
     def query_scales(self) -> Iterator[tuple[str, float]]:
         """How far the factors by position that the model hands to its layers are from those of the reference."""

@@ -51,9 +51,20 @@ def _width(call: Call) -> Evidence:
     return attribute("", names[0]) if names else literal(wide, "what it gave")
 
 
+def with_first_ids(ids: Tensor) -> Tensor:
+    """Ids [B, S] with 0, 1 and 2 among them, at the start, in between and at the end: they name padding and the like,
+    and text that is drawn has none of them."""
+    changed, places = ids.clone(), ids.shape[1]
+    for number in range(min(3, places)):
+        changed[:, [number, (places // 2 + number) % places, places - 1 - number]] = number
+    return changed
+
+
 def _others(ids: Tensor, padding: int | None) -> Iterator[Tensor]:
-    """Ids [B, S]: as captured, and with padding at the start, in between, and at the end."""
+    """Ids [B, S]: as captured, with the first ids among them, and with padding at the start, in between, and at the
+    end."""
     yield ids
+    yield with_first_ids(ids)
     if padding is not None:
         changed = ids.clone()
         changed[0, :2], changed[-1, -3:], changed[:, ids.shape[1] // 2] = padding, padding, padding
@@ -61,14 +72,21 @@ def _others(ids: Tensor, padding: int | None) -> Iterator[Tensor]:
 
 
 def _same(block: Any, call: Call, ids: Tensor, other: Tensor) -> bool:
+    made = on_ids(block, call, ids, other)
+    return made is not None and bool((made[0] - made[1]).norm() <= CLOSE * made[1].norm())
+
+
+def on_ids(block: Any, call: Call, ids: Tensor, other: Tensor) -> tuple[Tensor, Tensor] | None:
+    """What the block and the call's module give for ids `other` in the place of the captured ones; None where the
+    module was not handed these."""
+
     def swap(value: Any) -> Any:
         return other if isinstance(value, Tensor) and value.shape == ids.shape and torch.equal(value, ids) else value
 
     args, kwargs = call.arguments(swap)
     if not any(value is other for value in tensors((args, kwargs))):
-        return False
+        return None
     with torch.no_grad():
         theirs = floats(call.replay_exactly(args, kwargs))[0]
         lengths = (other.shape[1],) * other.shape[0]
-        ours = block(other.flatten(), lengths, theirs.dtype).view(theirs.shape)
-    return bool((ours - theirs).norm() <= CLOSE * theirs.norm())
+        return block(other.flatten(), lengths, theirs.dtype).view(theirs.shape), theirs

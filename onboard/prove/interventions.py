@@ -61,19 +61,29 @@ def alternatives(name: str, value: Any) -> list[Any]:
     return []
 
 
-def varied_fields(config: Mapping[str, Any], reads: set[str]) -> Iterator[tuple[str, Any, Any]]:
-    """(field, value, other value) for the fields that the reference reads and whose meaning is not known already.
+def varied_fields(fields: Mapping[str, Any], reads: set[str]) -> Iterator[tuple[str, Any, Any, dict[str, Any]]]:
+    """(field, value, other value, all fields with it) for the fields that the reference reads and whose meaning is not
+    known already.
 
-    Fields inside the rotary settings are varied too, named `rope_parameters.rope_theta`.
+    Settings that stand in a field, such as those of rotary positions, are varied one by one, and named with dots:
+    `rope_parameters.rope_theta`, or `rope_parameters.full_attention.rope_theta` where each kind of layer has its own.
     """
-    for name, value in sorted(config.items()):
-        if isinstance(value, dict) and name in reads:
-            for inner, held in sorted(value.items()):
-                if isinstance(held, float):
-                    yield f"{name}.{inner}", held, {**value, inner: held * 1.7}
-        elif name in reads and name not in _FIXED and name not in IRRELEVANT:
-            for other in alternatives(name, value):
-                yield name, value, other
+    for name, value in sorted(fields.items()):
+        if name in reads:
+            yield from _variants(fields, (), name, value)
+
+
+def _variants(
+    held: Mapping[str, Any], above: tuple[str, ...], name: str, value: Any
+) -> Iterator[tuple[str, Any, Any, dict[str, Any]]]:
+    """The same of the field `name` of `held`, settings that stand in the fields `above`."""
+    if isinstance(value, Mapping):
+        for inner, setting in sorted(value.items()):
+            for path, before, other, settings in _variants(value, (*above, name), inner, setting):
+                yield path, before, other, {**held, name: settings}
+    elif name not in _FIXED and name not in IRRELEVANT and not (above and value is None):
+        for other in alternatives(name, value):
+            yield ".".join((*above, name)), value, other, {**held, name: other}
 
 
 def intervene(
@@ -93,12 +103,9 @@ def intervene(
     fields = small[section] if section else small
     for name, variants in itertools.groupby(varied_fields(fields, reads | dormant), key=lambda varied: varied[0]):
         tried: list[_Varied] = []
-        for _, value, other in variants:
+        for _, value, other, altered in variants:
             tell(f"varying {name}")
-            altered = {**fields, name.split(".")[0]: other}
-            altered = {**small, section: altered} if section else altered
-            shown = other[name.split(".")[1]] if isinstance(other, dict) else other
-            tried.append(_Varied(value, shown, altered))
+            tried.append(_Varied(value, other, {**small, section: altered} if section else altered))
             tried[-1].compare(base, proven, ids, identity)
             if isinstance(value, int) and tried[-1].effect in _SETTLED:
                 break

@@ -49,6 +49,7 @@ _MORE: dict[str, tuple[int, ...]] = {
     "dense_intermediate_size": (58,), "shared_intermediate_size": (26,), "d_kv": (16,), "d_ff": (58,),
     "attention_chunk_size": (10,), "kv_channels": (16,), "zero_expert_num": (6,),
     "unpadded_vocab_size": (123,), "relative_attention_num_buckets": (14,), "relative_attention_max_distance": (20,),
+    "expert_capacity": (3,),  # of a document: some expert of a few is asked more often
     "heavily_compressed_attention": (6,),  # tokens of a window: a document of a proof has several windows
 }  # fmt: skip
 _WHOSE = {"swa", "sliding", "global", "local", "per", "layer"}  # words that say of which layers a size is
@@ -56,7 +57,7 @@ _SIZES_LEFT = (30, 42, 50, 54, 62, 66, 70, 74, 78, 82, 86, 90, 94, 98, 102, 106,
 _COUNTS_LEFT = (8, 11, 6, 13, 4, 15, 17, 19)
 _KEPT = 4  # counts up to here are small enough
 _UNTOUCHED = re.compile(
-    r"token_id|token_index|theta|_token$|max_position|max_length|max_seq|^seed$|original_max|capacity|version"
+    r"token_id|token_index|theta|_token$|max_position|max_length|max_seq|^seed$|original_max|version"
 )
 _ROTARY = re.compile(r"rope_(parameters|scaling)")
 _TOWER_KEPT = 16

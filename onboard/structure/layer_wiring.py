@@ -368,8 +368,24 @@ def _needed(units: list[Unit], gives: Mapping[str, float]) -> list[Unit]:
     return kept[::-1]
 
 
+def _last_in_turn(units: list[Unit]) -> str | None:
+    """The last mixer, where it reads what an earlier one gave and nothing else in the layer is a feed-forward part."""
+    mixers = [unit.name for unit in units if unit.role == "mixer"]
+    if len(mixers) < 2 or any(unit.role == "ffn" for unit in units):
+        return None
+    after: set[str] = set(mixers[:-1])
+    for unit in units:
+        if any(name.partition("#")[0] in after for terms in unit.inputs for name in terms):
+            after.add(unit.name)
+    read_later = next(unit for unit in units if unit.name == mixers[-1])
+    return mixers[-1] if any(name.partition("#")[0] in after for terms in read_later.inputs for name in terms) else None
+
+
 def _named(parts: LayerParts) -> LayerParts:
-    """Names by role: mixer, ffn; a norm or a join is named after the one part it feeds, or else the one it follows."""
+    """Names by role: mixer, ffn; a norm or a join is named after the one part it feeds, or else the one it follows.
+
+    Feed-forward parts may mix tokens too, by a shift or by a limit on how many an expert takes: of several mixers in
+    turn, the last is the ffn of a layer that has no other."""
     role_of = {unit.name: unit.role for unit in parts.units}
     names: dict[str, str] = {"x": "x", PAST: PAST, MESSAGE: MESSAGE}
 
@@ -392,9 +408,10 @@ def _named(parts: LayerParts) -> LayerParts:
             return readers[0].name
         return feeds(readers[0].name) if readers[0].role == "norm" else None
 
+    last = _last_in_turn(parts.units)
     for unit in parts.units:
         if unit.role in {"mixer", "cross", "ffn", "projection", "routing"}:
-            add(unit.name, unit.role)
+            add(unit.name, "ffn" if unit.name == last else unit.role)
         if unit.role == "chain":
             add(unit.name, "gated_input")
     for unit in parts.units:

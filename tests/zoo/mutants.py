@@ -26,6 +26,7 @@ from dayzero.onboard import agent, specify
 from dayzero.onboard.agent import climb, real_shapes
 from dayzero.onboard.checkpoint import Checkpoint, read_checkpoint
 from dayzero.onboard.inspect.classify import classify, settle
+from dayzero.onboard.rules.unmapped import fates
 from dayzero.onboard.specify import Specification
 from dayzero.runtime.errors import InputError
 from dayzero.runtime.spec import BlockSpec, LayerKind, LayerRun, ModelSpec, PartSpec, SourceSpec
@@ -84,7 +85,8 @@ def climbed(family: str, mutant: Mutant | None = None) -> Climbed:
         if mutant is not None and mutant.code is not None:
             stack.enter_context(other_code(*mutant.code))
         try:
-            ledger = settle(classify(checkpoint), checkpoint, found.spec, real_shapes(found.spec), found.towers)
+            shapes, others = real_shapes(found.spec), fates(found.idle, found.tables)
+            ledger = settle(classify(checkpoint), checkpoint, found.spec, shapes, found.towers, others)
         except InputError as error:
             return Climbed("REFUSED", str(error))
         except (ValueError, RuntimeError, KeyError) as error:

@@ -3,7 +3,11 @@
 import re
 
 import pytest
-from zoo.mutants import MUTANTS, climbed
+from zoo import mutants
+from zoo.mutants import climbed
+from zoo.mutants_between import BETWEEN
+
+MUTANTS = [*mutants.MUTANTS, *BETWEEN]
 
 # One of each kind in the tests of every change; all of them in `make zoo`.
 FEW = {
@@ -15,7 +19,7 @@ FEW = {
 
 
 def test_the_mutants_are_many_and_apart():
-    assert len(MUTANTS) >= 60
+    assert len(MUTANTS) >= 100
     assert len({mutant.name for mutant in MUTANTS}) == len(MUTANTS)
     assert {mutant.name for mutant in MUTANTS} >= FEW
     assert all((mutant.change is None) != (mutant.code is None) for mutant in MUTANTS)
@@ -34,7 +38,7 @@ def test_what_is_mutated_passes_as_it_is(family):
 )
 def test_no_mutant_survives(mutant):
     before = climbed(mutant.family)
-    assert before.verdict == "PASS", before.accused
+    assert before.verdict in {"PASS", "WARN"}, before.accused
     found = climbed(mutant.family, mutant)
     assert found.verdict in {"FAIL", "REFUSED"}
     named = found.by.get(mutant.rung, "") if mutant.rung else found.accused

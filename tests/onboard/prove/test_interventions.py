@@ -72,5 +72,17 @@ def test_alternatives():
 
 def test_only_what_the_reference_reads_is_varied():
     config = {"a": 1.0, "b": 2.0, "hidden_size": 48, "num_experts": 8, "rope_parameters": {"x": 2.0, "kind": "y"}}
-    names = [name for name, _, _ in varied_fields(config, {"a", "hidden_size", "num_experts", "rope_parameters"})]
-    assert list(dict.fromkeys(names)) == ["a", "num_experts", "rope_parameters.x"]
+    varied = list(varied_fields(config, {"a", "hidden_size", "num_experts", "rope_parameters"}))
+    assert list(dict.fromkeys(name for name, *_ in varied)) == ["a", "num_experts", "rope_parameters.x"]
+    assert varied[0] == ("a", 1.0, 1.7, {**config, "a": 1.7})
+    assert varied[-1] == ("rope_parameters.x", 2.0, 3.4, {**config, "rope_parameters": {"x": 3.4, "kind": "y"}})
+
+
+def test_settings_of_settings_are_varied_whatever_their_type():
+    config = {"attn": {"full": {"theta": 2.0, "ends": True}, "kv_heads": 2, "num_key_value_heads": 2, "clip": None}}
+    varied = {(name, other): fields for name, _, other, fields in varied_fields(config, {"attn"})}
+    assert sorted(varied) == [
+        ("attn.full.ends", False), ("attn.full.theta", 3.4), ("attn.kv_heads", 3), ("attn.kv_heads", 4),
+    ]  # fmt: skip
+    assert varied["attn.full.ends", False] == {"attn": {**config["attn"], "full": {"theta": 2.0, "ends": False}}}
+    assert config["attn"]["full"] == {"theta": 2.0, "ends": True}

@@ -4,6 +4,7 @@ from pathlib import Path
 import onboarded
 import pytest
 import torch
+from zoo import families
 
 from dayzero.onboard.inspect.tensor_names import pattern_of
 from dayzero.onboard.oracle.reference import build, load_config, redraw, run
@@ -115,6 +116,8 @@ def test_what_is_seen_only_in_short_sequences_is_made_short():
     assert small["n_routed_experts"] // small["n_group"] > 2  # a group's best two are not the whole group
     assert small["num_experts_per_tok"] > small["n_routed_experts"] // small["n_group"]  # more than one group can give
     assert shrink(published("MiMo-V2-Flash"))["sliding_window"] < SEQUENCE
+    capacity = shrink(families.config("switch_transformers"))
+    assert capacity["expert_capacity"] < SEQUENCE // 4  # of 12 experts, one is asked more often than that
 
 
 def test_a_checkpoint_of_any_size_shrinks_to_the_same():

@@ -8,7 +8,7 @@ from odd_specs import NO_CHECKPOINT
 from zoo import families
 
 from dayzero.onboard.candidates import site_of
-from dayzero.onboard.candidates.positions import propose_positions
+from dayzero.onboard.candidates.positions import on_ids, propose_positions, with_first_ids
 from dayzero.onboard.composition import load_reference, specification_of
 from dayzero.onboard.oracle import reference
 from dayzero.onboard.oracle.calls import record_calls
@@ -149,6 +149,12 @@ def test_positions_follow_their_module_or_are_none():
     call = calls["model.decoder.embed_positions"]
     found = propose_positions(call, IDS, model.config)
     assert found.spec(call.module, model.config).arguments == {"width": 80, "base": 10000.0, "first": 2, "padding": 1}
+    # Text has no padding: only ids that are named as such tell a block that counts it from one that does not.
+    counting = found.spec(call.module, model.config).build()
+    counting.padding = None
+    for ids, apart in ((IDS, False), (with_first_ids(IDS), True)):
+        ours, theirs = on_ids(counting, call, IDS, ids)
+        assert (relative_error(ours, theirs) > 0.1) is apart
     call.module.weights[7, 3] += 1e-6
     assert propose_positions(call, IDS, model.config) is None
 

@@ -83,6 +83,19 @@ def test_other_wirings_are_solved(model, forward, reads, gives):
     assert total == gives
 
 
+def test_a_last_part_that_mixes_tokens_too_is_the_feed_forward(model):
+    for tier in model.tower:
+        plain = tier.do.forward
+        tier.do.forward = lambda z, plain=plain: plain(z) + 0.5 * z.roll(1, 1)
+    units, gives = wiring(model)
+    assert [(name, role) for name, _, role, _ in units] == [
+        ("mixer_norm", "norm"), ("mixer", "mixer"), ("ffn_norm", "norm"), ("ffn", "mixer"),
+    ]  # fmt: skip
+    assert gives == {"x": 1.0, "mixer": 1.0, "ffn": 1.0}
+    side_by_side, _ = wiring(model, lambda t, z, p, v: z + t.see(n := t.zig(z), p, v) + t.do(n))
+    assert [name for name, *_ in side_by_side] == ["norm", "mixer", "mixer_2"]
+
+
 def test_what_the_output_does_not_depend_on_is_left_out(model):
     units, _ = wiring(model, lambda t, z, p, v: (t.do(t.zag(z)), z + t.see(t.zig(z), p, v))[1])
     assert [name for name, *_ in units] == ["mixer_norm", "mixer"]
