@@ -11,7 +11,7 @@ def communication(model: Model, mesh: Mesh, tokens: int, recompute: bool, per_no
 
     A collective over n ranks of which p share a node brings S (p-1)/n from inside and S (n-p)/n from other nodes. The
     ranks of ep and dp_shard are neighbours; those of efsdp stand ep apart, those of dp_replicate dp_shard. S is for
-    all_gather: c * the unit, twice (forward, backward), but once for the root, which stays gathered.
+    all_gather: c * the unit, twice (forward, backward) each time that it runs, but once for the root, which stays so.
     reduce_scatter: 4 * trained elements of the unit. all_reduce: 8 * trained elements kept, with dp_replicate.
     all_to_all: c T R H for each exchange, R rows a token (`Routed.rows_of_a_token`), whatever moves them: 2 forward, 2
     backward, 2 again with recompute. With tp or cp, T is T / (cp tp), the ranks of tp are neighbours and gather a
@@ -20,10 +20,12 @@ def communication(model: Model, mesh: Mesh, tokens: int, recompute: bool, per_no
     """
     gather, scatter, reduce, exchange, shared = (_zero() for _ in range(5))
     together = mesh.tp * mesh.cp
-    for unit, count in model.units:
+    for unit, count in model.units_in(model.order):
         passes = 1 if unit is model.root else 2
-        for ranks, stride, elements, trained in _gathered(unit, mesh):
+        for ranks, stride, elements, _ in _gathered(unit, mesh):
             _add(gather, count * passes * model.compute * elements, ranks, stride, per_node)
+    for unit, count in model.units:
+        for ranks, stride, _, trained in _gathered(unit, mesh):
             _add(scatter, count * WIDE * trained, ranks, stride, per_node)
         if not unit.experts:
             local = sum(math.prod(shape) for p, shape in unit.local(mesh) if p.trained)

@@ -124,12 +124,13 @@ class Kind:
 
 @dataclass(frozen=True)
 class Model:
-    """order: the kind of every layer. root: embedding, last norm and head. built: a layer of each kind, on the meta
-    device, in the dtype of the pass. saves_copy: whether a copy of the state is written while training goes on.
-    dispatcher: how tokens get to experts on other ranks."""
+    """order: the kinds of layers as they run, of those of a loop each time; held: of each layer once. root: embedding,
+    last norm and head. built: a layer of each kind, on the meta device, in the dtype of the pass. saves_copy: whether a
+    copy of the state is written while training goes on. dispatcher: how tokens get to experts on other ranks."""
 
     kinds: tuple[Kind, ...]
     order: tuple[int, ...]
+    held: tuple[int, ...]
     root: Unit
     hidden: int
     vocabulary: int
@@ -167,10 +168,14 @@ class Model:
 
     @cached_property
     def units(self) -> list[tuple[Unit, int]]:
-        """(unit, how often it occurs)."""
+        """(unit, how many there are)."""
+        return self.units_in(self.held)
+
+    def units_in(self, kinds: tuple[int, ...]) -> list[tuple[Unit, int]]:
+        """(unit, how often it occurs) of layers of these kinds and of what is around them."""
         layers = [
             (unit, count)
-            for kind, count in sorted(Counter(self.order).items())
+            for kind, count in sorted(Counter(kinds).items())
             for unit in (self.kinds[kind].dense, *self.kinds[kind].experts)
         ]
         return [*layers, (self.root, 1)]
@@ -238,6 +243,7 @@ def measure(
     return Model(
         tuple(kinds),
         tuple(used.index(kind) for kind in spec.used_kinds),
+        tuple(used.index(kind) for kind in spec.held_kinds),
         root,
         spec.hidden,
         spec.vocabulary,

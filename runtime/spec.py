@@ -287,6 +287,12 @@ class ModelSpec(Record):
         return {**({"encoder.layers": encoder} if encoder else {}), "layers": self.kinds_in_order()}
 
     @property
+    def held_kinds(self) -> list[int]:
+        """The kind of every layer, of the encoder too, each once."""
+        own = [run.kind for run in self.layers for _ in range(run.count)]
+        return [*(self.encoder.kinds if self.encoder is not None else []), *own]
+
+    @property
     def used_kinds(self) -> list[int]:
         """The kind of every layer in the order in which they run, of the encoder too; of those that run several times,
         each time."""

@@ -24,7 +24,7 @@ from dayzero.runtime.lora import apply_lora
 from dayzero.runtime.memory import GIB, Mesh, host_memory, measure, memory, state_memory
 from dayzero.runtime.nn.causal_lm import initialise
 from dayzero.runtime.plan import make_plan, read_plan, write_plan
-from dayzero.runtime.spec import BlockSpec, CheckpointId, LayerKind, LayerRun, ModelSpec
+from dayzero.runtime.spec import BlockSpec, CheckpointId, LayerKind, LayerRun, LoopSpec, ModelSpec
 
 # Blocks whose plans take seconds; the others cover the same lines of the plan.
 HEAVY = {"deepseek_v4", "kimi_linear", "deepseek_v32"}
@@ -173,6 +173,25 @@ def test_inputs_of_layers_are_kept_for_all_of_them():
     both = memory(model, mesh, 8, recompute=False, loss_chunk=None)["activations"]
     model.built.layer_inputs = None  # what layers keep is measured already
     assert both - memory(model, mesh, 8, recompute=False, loss_chunk=None)["activations"] == 2 * 2 * 8 * 4 * 14
+
+
+def test_a_looped_layer_is_held_once_and_runs_every_time(large):
+    mesh = Mesh(dp_replicate=2, dp_shard=4, ep=8, efsdp=1)
+    uneven = uniform(large, dense=58)  # and three mixtures, which run four times
+    alone, looped = (
+        measure(spec, "full", "bf16", 4)
+        for spec in (uneven, with_fields(uneven, loop=LoopSpec(first=58, count=3, passes=4)))
+    )
+    assert state_memory(looped, mesh) == state_memory(alone, mesh)
+    assert host_memory(looped, mesh) == host_memory(alone, mesh)
+    one, other = (memory(model, mesh, 64, recompute=True, loss_chunk=None)["activations"] for model in (alone, looped))
+    mixture = alone.layer_bytes(64)[alone.order[-1]]
+    assert other - one == 9 * (mixture.output + mixture.routing)
+    moved, more = (communication(model, mesh, 64, False, 8) for model in (alone, looped))
+    assert more["reduce_scatter"] == moved["reduce_scatter"]
+    assert more["all_reduce"] == moved["all_reduce"]
+    assert more["all_gather"]["inside"] > moved["all_gather"]["inside"]
+    assert more["all_to_all"]["inside"] == 4 * moved["all_to_all"]["inside"]
 
 
 @pytest.mark.parametrize("mode", ["full", "lora"])
