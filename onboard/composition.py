@@ -10,15 +10,15 @@ from dayzero.onboard.candidates import Candidate, Evidence
 from dayzero.onboard.candidates.equality import CLOSE
 from dayzero.onboard.candidates.refit import refitted
 from dayzero.onboard.candidates.rotary import TOLERANCE as ROTARY_TOLERANCE
+from dayzero.onboard.idle_leaves import taken_by, without_idle_leaves
 from dayzero.onboard.lift.closure import merge as merged_source
 from dayzero.onboard.oracle.reference import state_of
 from dayzero.onboard.prove.block import Attempt
 from dayzero.onboard.prove.proven import Proven, ProvenEncoder, ProvenLayer, ProvenPart
 from dayzero.onboard.prove.rotary_tables import with_tables
+from dayzero.onboard.sharing import SharedParts, first_name, shared_name, shared_sets
 from dayzero.onboard.shrink.layers import alike, layer_signatures
 from dayzero.onboard.structure.chains import ChainCall
-from dayzero.onboard.structure.idle_leaves import taken_by, without_idle_leaves
-from dayzero.onboard.structure.sharing import SharedParts, first_name, shared_name, shared_sets
 from dayzero.runtime.nn.wiring import text_of_inputs
 from dayzero.runtime.spec import (
     AgainSpec,

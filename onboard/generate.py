@@ -30,7 +30,7 @@ from dayzero.runtime.config import TrainConfig, render_yaml
 from dayzero.runtime.plan import Plan
 from dayzero.runtime.recorded_hashes import FILE as HASHES
 from dayzero.runtime.recorded_hashes import hashes_as_data
-from dayzero.runtime.spec import BlockSpec, ModelSpec, SourceSpec
+from dayzero.runtime.spec import BlockSpec, LayerKind, ModelSpec, SourceSpec
 from dayzero.runtime.weights import Source
 
 VERSION = importlib.metadata.version("dayzero")
@@ -210,10 +210,20 @@ def model_files(spec: ModelSpec) -> dict[str, str]:
 
 
 def _kind_functions(spec: ModelSpec) -> list[str]:
-    """A function name for every kind of layer, by its feed-forward part; numbered where two are alike."""
-    routed = [any(block.block == "MixtureOfExperts" for block in kind.blocks.values()) for kind in spec.layer_kinds]
-    words = ["routed_layer" if experts else "dense_layer" for experts in routed]
+    """A function name for every kind of layer, by what it is; numbered where two are alike."""
+    words = [_word_for(kind) for kind in spec.layer_kinds]
     return [f"{word}_{words[:i].count(word) + 1}" if words.count(word) > 1 else word for i, word in enumerate(words)]
+
+
+def _word_for(kind: LayerKind) -> str:
+    """Whose tokens choose experts, in whatever block these are; otherwise by whether it has a feed-forward part. One
+    that was copied as a whole says so."""
+    inside = {inner.block for block in kind.blocks.values() for inner in block.walk()}
+    if any(issubclass(nn.BLOCKS[name], nn.Routed) for name in inside):
+        return "routed_layer"
+    if [part.block.block for part in kind.parts] == ["Lifted"]:
+        return "lifted_layer"
+    return "dense_layer" if any(part.name.startswith("ffn") for part in kind.parts) else "mixer_layer"
 
 
 def weights_py(spec: ModelSpec) -> str:

@@ -45,7 +45,7 @@ from dayzero.onboard.rules.unmapped import Unmapped, unmapped, unmapped_rules
 from dayzero.onboard.shrink.canonical_config import set_by
 from dayzero.onboard.shrink.shrink import SEQUENCE, NoSmallSizes, shrink_model
 from dayzero.onboard.structure.encoder import ENCODER, by_stack
-from dayzero.onboard.structure.sharing import shared_sets
+from dayzero.onboard.sharing import shared_sets
 from dayzero.runtime.errors import InputError
 from dayzero.runtime.packed import Header, quantised_groups
 from dayzero.runtime.spec import CheckpointId, ModelSpec, Record, RuleSpec, SourceSpec

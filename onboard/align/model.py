@@ -34,10 +34,10 @@ from dayzero.onboard.oracle.reference import (
     quiet,
     redraw,
 )
+from dayzero.onboard.oracle.router_choices import group_choices, router_choices
 from dayzero.onboard.oracle.top_k import ForceTopK, steady_choices
 from dayzero.onboard.prove.block import relative_error
 from dayzero.onboard.shrink.shrink import SEQUENCE
-from dayzero.runtime.nn import GroupLimit, Routing
 from dayzero.runtime.package import Package
 from dayzero.runtime.safetensors_reader import SafetensorsReader, TensorsReader
 from dayzero.runtime.weights import bind
@@ -117,7 +117,7 @@ def _compare(
     documents = [_document(n, generated.spec.tokens, generator) for n in LENGTHS]
     tokens = sum(LENGTHS)
     like, chosen, among = _routing(ours, reference, documents[:2], dtype)
-    choices = _choose(tokens, chosen, _group_limits(ours), generator)
+    choices = _choose(tokens, chosen, group_choices(ours), generator)
     errors: dict[str, float] = {}
     wanted: dict[str, Tensor] = {}
     floors: dict[str, float] = {}
@@ -152,18 +152,12 @@ def _routing(
     """(classes, top_k) of our routers and (groups, kept) of their limits; both in the order of one pass, none where the
     reference does not choose in the same order, as where a table of the token ids decides; and the modules of both
     models that choose so. documents: two, of different lengths."""
-    routers = [module for module in ours.modules() if isinstance(module, Routing)]
-    like = {(router.choices, router.top_k) for router in routers} | _group_limits(ours)
+    like = router_choices(ours) | group_choices(ours)
     with torch.no_grad():
         mine = steady_choices([partial(ours, ids, torch.tensor([0, len(ids)])) for ids in documents], like)
     with torch.no_grad(), _promoting(dtype):
         theirs = steady_choices([partial(reference, **inputs(reference, ids[None])) for ids in documents], like)
     return like, theirs.seen if theirs.seen == mine.seen else [], {*mine.by, *theirs.by}
-
-
-def _group_limits(model: nn.Module) -> set[tuple[int, int]]:
-    """(groups, kept) of routers that choose groups of experts first."""
-    return {(module.groups, module.kept) for module in model.modules() if isinstance(module, GroupLimit)}
 
 
 def _choose(

@@ -1,4 +1,4 @@
-"""Weight rules of parts that several layers share (`structure/sharing.py`): their tensors have the name of the first
+"""Weight rules of parts that several layers share (`sharing.py`): their tensors have the name of the first
 such layer.
 
 While names are found they count as that layer's own, so that the layers of another model are found as usual; the rules
@@ -16,7 +16,7 @@ from torch import nn
 from dayzero.onboard.prove.proven import Proven
 from dayzero.onboard.rules.expressions import NUMBER, NoRule, stored_names
 from dayzero.onboard.rules.real_sizes import resized_layer
-from dayzero.onboard.structure.sharing import SharedParts, first_name, shared_name
+from dayzero.onboard.sharing import SharedParts, first_name, shared_name
 from dayzero.onboard.structure.uses import list_around, members
 from dayzero.runtime.spec import RuleSpec, SourceSpec
 from dayzero.runtime.weights import Source, Stored, Tie

@@ -9,13 +9,13 @@ constructor gives, since the reference would compute with others and ours would 
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from dayzero.onboard.inspect.ledger import Fate
 from dayzero.onboard.oracle.reference import is_computed, on_disk, run
+from dayzero.onboard.oracle.router_choices import router_choices
 from dayzero.onboard.oracle.top_k import ForceTopK, NoteTopK
 from dayzero.onboard.rules.expressions import NoRule, StoredValues, express
 from dayzero.onboard.rules.search import LeftOver, full_rules, layer_templates
@@ -76,8 +76,7 @@ def _reads(reference: nn.Module, ours: nn.Module, ids: Tensor, places: Mapping[s
     Asked as tokens are routed by themselves, and with every class of every router given to some token, so that a value
     is not missed because nobody chose its expert.
     """
-    modules: list[Any] = list(ours.modules())
-    like = {(held.experts, held.top_k) for held in modules if hasattr(held, "top_k") and hasattr(held, "experts")}
+    like = router_choices(ours)
     noted = NoteTopK()
     with torch.no_grad(), noted:
         run(reference, ids)

@@ -6,20 +6,30 @@ import subprocess
 import sys
 from html.parser import HTMLParser
 
+import odd_specs
 import onboarded
 import pytest
 import yaml
 
 from dayzero.onboard.align import Alignment
 from dayzero.onboard.claims import Claim
-from dayzero.onboard.generate import Unsafe, call, model_py, proof_line, render_package, source_text, weights_py
+from dayzero.onboard.generate import (
+    Unsafe,
+    _kind_functions,
+    call,
+    model_py,
+    proof_line,
+    render_package,
+    source_text,
+    weights_py,
+)
 from dayzero.onboard.inspect.classify import Ledger
 from dayzero.onboard.prove.interventions import Intervention
 from dayzero.onboard.report.report import Findings
 from dayzero.runtime.config import load_config
 from dayzero.runtime.package import load_package
 from dayzero.runtime.plan import read_plan
-from dayzero.runtime.spec import BlockSpec, ModelSpec, Proof, SourceSpec
+from dayzero.runtime.spec import BlockSpec, LayerKind, ModelSpec, PartSpec, Proof, SourceSpec
 
 NASTY = [
     "\"); open('sentinel', 'w'); (\"",
@@ -182,3 +192,24 @@ def test_the_tests_that_come_with_a_package_pass():
     result = subprocess.run(command, cwd=package, capture_output=True, text=True)
     assert result.returncode == 0, result.stdout
     assert "11 passed" in result.stdout
+
+
+@pytest.mark.parametrize(
+    ("spec", "names"),
+    [
+        ("jetmoe", ["routed_layer"]),  # of attention too
+        ("deepseek_v4", ["routed_layer_1", "routed_layer_2", "routed_layer_3"]),  # inside another block
+        ("jamba", ["dense_layer_1", "routed_layer", "dense_layer_2"]),
+        ("zamba", ["mixer_layer_1", "mixer_layer_2", "dense_layer"]),
+    ],
+)
+def test_a_kind_of_layer_is_named_by_what_it_is(spec, names):
+    assert _kind_functions(odd_specs.read(spec)) == names
+
+
+def test_a_layer_that_was_copied_as_a_whole_says_so():
+    layer = BlockSpec(block="Lifted", arguments={"module": "Layer", "settings": {}, "handed": {"x": "stream"}})
+    spec = odd_specs.read("jetmoe")
+    copied = LayerKind(parts=[PartSpec(name="layer", block=layer, reads="x")], gives="layer")
+    kinds = [copied, *spec.layer_kinds]
+    assert _kind_functions(spec.model_copy(update={"layer_kinds": kinds})) == ["lifted_layer", "routed_layer"]

@@ -2,7 +2,7 @@
 
 from dayzero.onboard.rules.search import full_rules, layer_templates
 from dayzero.onboard.rules.shared import as_own, as_shared, own_shapes
-from dayzero.onboard.structure.sharing import SharedParts
+from dayzero.onboard.sharing import SharedParts
 from dayzero.runtime.weights import Part, Stored, Tie
 
 

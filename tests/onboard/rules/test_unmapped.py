@@ -18,6 +18,7 @@ from dayzero.onboard.inspect.classify import classify, settle
 from dayzero.onboard.oracle.reference import build, on_disk, redraw, run
 from dayzero.onboard.rules.search import LeftOver
 from dayzero.onboard.rules.unmapped import COMPUTED, NEVER_READ, fates, unmapped, unmapped_rules
+from dayzero.runtime.nn import Router
 from dayzero.runtime.safetensors_reader import SafetensorsReader
 from dayzero.runtime.spec import RuleSpec, SourceSpec
 from dayzero.runtime.weights import Concat, Stack, Stored, bind
@@ -45,9 +46,7 @@ def with_identity():
 
 def router(classes, top_k):
     """A model of ours, as far as it is looked at: its router."""
-    ours = nn.Module()
-    ours.experts, ours.top_k = classes, top_k
-    return ours
+    return nn.Sequential(Router(4, classes, top_k))
 
 
 def never_read(layers=2):

@@ -1,7 +1,7 @@
 from types import SimpleNamespace
 
 from dayzero.onboard.candidates.evidence import Candidate, literal
-from dayzero.onboard.structure.idle_leaves import taken_by, without_idle_leaves
+from dayzero.onboard.idle_leaves import taken_by, without_idle_leaves
 from dayzero.runtime.spec import BlockSpec, LayerKind, PartSpec
 
 

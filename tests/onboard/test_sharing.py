@@ -11,9 +11,9 @@ from dayzero.onboard.candidates import Candidate
 from dayzero.onboard.oracle.calls import Undiscovered, record_calls
 from dayzero.onboard.prove.block import Attempt
 from dayzero.onboard.prove.proven import NotProven, ProvenLayer, ProvenPart
+from dayzero.onboard.sharing import SharedParts, first_name, shared_name, shared_parts
 from dayzero.onboard.structure.kept_inputs import handed_on
 from dayzero.onboard.structure.layer_wiring import layer_parts
-from dayzero.onboard.structure.sharing import SharedParts, first_name, shared_name, shared_parts
 from dayzero.onboard.structure.uses import list_around, members, use_of
 
 HIDDEN = 6
