@@ -52,8 +52,8 @@ def as_read(rules: Sequence[RuleSpec], reference: nn.Module, names: Collection[s
             if len(found) == 1:
                 new[template] = _numbered_as(next(iter(found)), template)
         source = built.source.renamed(lambda name: new.get(name, name))
-        moved = Rule(rule.parameter, source, built.ranges)
-        read = {name for _, index in moved.each() for template, name, _ in instances(moved, index) if template in new}
+        moved, those = Rule(rule.parameter, source, built.ranges), set(new.values())
+        read = {name for _, index in moved.each() for template, name, _ in instances(moved, index) if template in those}
         return rule.model_copy(update={"source": SourceSpec.of(source)}) if read <= set(names) else rule
 
     return [change(rule) for rule in rules]

@@ -14,7 +14,7 @@ from dayzero.onboard import specify
 from dayzero.onboard.agent import specify_checkpoint
 from dayzero.onboard.checkpoint import read_checkpoint
 from dayzero.onboard.oracle.reference import build, on_disk, redraw
-from dayzero.onboard.rules.own_names import as_held, whichever_is_there
+from dayzero.onboard.rules.own_names import as_held, as_read, whichever_is_there
 from dayzero.runtime.load import load_checkpoint
 from dayzero.runtime.quantisation import FORMATS, decode, encode
 from dayzero.runtime.spec import RuleSpec, SourceSpec
@@ -147,6 +147,18 @@ def test_what_the_reference_holds_otherwise():
     assert sorted(name.rsplit(".", 1)[1] for name in one) == ["down_proj", "gate_up_proj"]
     assert held.keys() - stored.keys() <= reference.state_dict().keys()
     assert sum(tensor.numel() for tensor in held.values()) == sum(tensor.numel() for tensor in stored.values())
+
+
+def test_names_that_the_loader_takes_for_the_same():
+    reference, _ = build(families.config("deepseek_v4"), device="meta")
+    written, file = "model.layers.{layer}.attn.norm.weight", "layers.{layer}.attn.kv_norm.weight"
+    rule = RuleSpec(parameter="layers.{layer}.n", source=SourceSpec.of(Stored(written)), ranges={"layer": (0, 3)})
+    names = {file.format(layer=layer) for layer in range(3)}
+    (made,) = as_read([rule], reference, names)
+    assert made.build().source == Stored(file)
+    assert as_read([rule], reference, {*names} - {file.format(layer=2)}) == [rule]  # of a layer it is missing
+    also = {f"layers.{layer}.self_attn.kv_norm.weight" for layer in range(3)}
+    assert as_read([rule], reference, names | also) == [rule]  # which of the two?
 
 
 def test_the_one_that_is_there_is_taken_layer_by_layer():
