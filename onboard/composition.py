@@ -221,10 +221,15 @@ def _block(attempt: Attempt, module: nn.Module, config: Any, path: str) -> Block
         status="lifted" if attempt.candidate.lifts else "proven",
         module=path,
         error=max(rounded_up(attempt.error), 1e-12),
-        evidence=attempt.candidate.describe(),
+        evidence=[*attempt.candidate.describe(), *_executed(attempt)],
         why=attempt.why,
     )
     return spec.model_copy(update={"proof": proof})
+
+
+def _executed(attempt: Attempt) -> list[str]:
+    """The ledger of what the block and its module were both seen to execute."""
+    return [f"on the small model both execute {attempt.operations}"] if attempt.operations else []
 
 
 def load_reference(model: nn.Module, reference: nn.Module, proven: Proven) -> None:

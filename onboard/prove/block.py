@@ -35,7 +35,7 @@ _WEIGHT_GAINS = (1.0, 2.5)
 class Attempt:
     """One candidate and how it fared. error: worst relative error so far; objection: why it was rejected, if it was.
     thorough: whether it held on the captured input, so that it was tried on others too. why: of the reference's own
-    code, why no block stands there."""
+    code, why no block stands there. operations: what both sides execute, where it is proven."""
 
     candidate: Candidate
     error: float
@@ -43,6 +43,7 @@ class Attempt:
     objection: str = ""
     thorough: bool = False
     why: str = ""
+    operations: str = ""
 
     @property
     def proven(self) -> bool:
@@ -102,7 +103,7 @@ def prove(role: str, site: Site, generator: torch.Generator) -> Verdict:
     for rival in rivals:
         final = attempt(rival.candidate, site, generator, thorough=True)
         rival.error, rival.where, rival.objection = max(rival.error, final.error), final.where, final.objection
-        rival.thorough = True
+        rival.thorough, rival.operations = True, final.operations
     return verdict
 
 
@@ -162,7 +163,8 @@ def attempt(
     _load(block, candidate, site)
     if wrong := _left(site, block, leaves_all):
         return Attempt(candidate, worst, where, wrong)
-    return Attempt(candidate, worst, where, "; ".join(_apart(candidate, site, block)))
+    apart = "; ".join(_apart(candidate, site, block))
+    return Attempt(candidate, worst, where, apart, operations="" if apart else site.operations.ledger)
 
 
 def _apart(candidate: Candidate, site: Site, block: nn.Module) -> list[str]:

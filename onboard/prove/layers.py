@@ -205,7 +205,9 @@ def _prove_stream_layer(prover: Prover, rotaries: Rotaries, layer: str, signatur
             worst = max(held.values(), key=lambda attempt: attempt.error)
             inside: dict[str, Any] = {name: attempt.candidate.below(wanted[name]) for name, attempt in held.items()}
             none = {} if item.norm else {"norm": literal(None, "no module between")}
-            chosen = replace(worst, candidate=Candidate("HyperConnected", {**inside, **none}, {}))
+            executed = "; ".join(f"{name}: {attempt.operations}" for name, attempt in held.items())
+            candidate = Candidate("HyperConnected", {**inside, **none}, {})
+            chosen = replace(worst, candidate=candidate, operations=executed)
             unit = Unit(item.name, "", item.name, reads)
             reads = {item.name: 1.0}
         uses = uses_tables(chosen.candidate)

@@ -110,6 +110,13 @@ class Operations:
     constants: set[float] = field(default_factory=set)
     sequence: list[Step] = field(default_factory=list)
 
+    @property
+    def ledger(self) -> str:
+        """All of it in one line, for the report: the arithmetic, then the constants that entered it."""
+        numbers = ", ".join(f"{value:.10g}" for value in sorted(self.constants))
+        steps = ", ".join(sorted(self.steps)) or "no arithmetic"
+        return f"{steps}; constants {numbers}" if numbers else f"{steps}; no constants"
+
     def difference(self, other: "Operations") -> list[str]:
         """What this one does and the other does not, one line each."""
         left = self.steps - other.steps - _FREE

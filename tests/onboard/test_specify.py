@@ -7,6 +7,7 @@ from dayzero.onboard.agent import real_shapes, specify_checkpoint
 from dayzero.onboard.checkpoint import read_checkpoint
 from dayzero.onboard.oracle.reference import load_config
 from dayzero.onboard.specify import specify, stored_as, unread_fields
+from dayzero.runtime.package import load_package
 from dayzero.runtime.spec import BlockSpec, ModelSpec
 
 
@@ -106,6 +107,17 @@ def test_specifying_again_gives_the_same():
     assert one[0].spec == other[0].spec
     assert one[0].model_dump_json() == other[0].model_dump_json()
     assert one[1] == other[1]
+
+
+def test_the_ledger_of_each_proof_is_in_its_evidence():
+    """Every step and constant that the reference was seen to execute, and so ours: the report lists them."""
+    spec = load_package(onboarded.get("mixtral").package).spec
+    held = {block.block: block.proof.evidence[-1] for kind in spec.layer_kinds for block in kind.blocks.values()}
+    begin = "on the small model both execute "
+    assert held["RMSNorm"] == begin + "add, mean, mul, pow, rsqrt; constants 1e-05, 2"
+    assert held["MixtureOfExperts"] == begin + "add, div, matmul, mul, silu, softmax, topk; no constants"
+    text = (onboarded.get("mixtral").package / "REPORT.md").read_text()
+    assert all(line in text for line in held.values())
 
 
 def test_fields_that_nobody_read():

@@ -37,6 +37,13 @@ def test_what_leaves_a_trace(function, steps, constants):
     assert found.constants == constants
 
 
+def test_a_ledger_says_all_of_it_in_one_line():
+    x = torch.ones(3, 4, dtype=torch.float64)
+    assert trace(lambda: (x * 0.1).exp() + 1e-20).ledger == "add, exp, mul; constants 1e-20, 0.1"
+    assert trace(lambda: x @ x.T).ledger == "matmul; no constants"
+    assert trace(lambda: x.view(-1)).ledger == "no arithmetic; no constants"
+
+
 def test_a_module_list_and_a_batched_product_are_the_same_arithmetic():
     weights = torch.randn(2, 4, 4, dtype=torch.float64)
     loop = trace(lambda: [F.linear(X, weight) for weight in weights])
