@@ -4,7 +4,9 @@ import difflib
 import json
 import math
 import re
+import shutil
 import sys
+import textwrap
 from collections import Counter
 from pathlib import Path
 from typing import Annotated, Any
@@ -269,9 +271,11 @@ def _explain(tried: list[Any], module: str | None) -> None:
     if module is None:
         return
     # Only layers of the small model were looked at: any layer's number stands for those of its like. "layer.3.mlp" is
-    # as good as "layers.3.mlp".
+    # as good as "layers.3.mlp", and as "tiers.3.mlp" where the layers are called that.
     pattern = re.sub(r"\d+", r"\\d+", re.escape(module)).replace(r"\.\d+", r"s?\.\d+")
     chosen = [item for item in tried if module in item.module] or [t for t in tried if re.search(pattern, t.module)]
+    if not chosen and (part := re.fullmatch(r"(?:.*\.)?layers?\.\d+(\..+)?", module)):
+        chosen = [t for t in tried if re.search(rf"\.\d+{re.escape(part[1] or '')}", t.module)]
     if not chosen:
         raise InputError("--explain", found=module, expected="one of: " + ", ".join(item.module for item in tried))
     for item in chosen:
@@ -351,11 +355,31 @@ def _alignment_json(alignment: Any) -> dict[str, Any]:
 
 
 def _print_unproven(unproven: list[dict[str, Any]]) -> None:
-    print(f"not onboarded: {len(unproven)} things are unproven. Nothing was written.")
+    """Each thing with what was found; what can be done about several is said once."""
+    are = "1 thing is" if len(unproven) == 1 else f"{len(unproven)} things are"
+    print(f"not onboarded: {are} unproven. Nothing was written.")
     for item in unproven:
-        print(f"  {_plain(item['where'])}: {_plain(item['why'])}")
+        paths = [item["where"], *item.get("also", [])]
+        layers = item.get("layers")
+        if layers:
+            paths = [re.sub(r"\.\d+(?=\.|$)", ".{layer}", path, count=1) for path in paths]
+        where = ", ".join(dict.fromkeys(paths))
+        if layers:
+            where += f" (layer {layers})" if layers.isdecimal() else f" (layers {layers})"
+        _wrapped(f"{_plain(where)}: {_plain(item['why'])}", "  ", "    ")
         for line in item["tried"]:
-            print(f"      tried {_plain(line)}")
+            _wrapped(f"tried {_plain(line)}", "    ", "      ")
+    for todo in dict.fromkeys(item.get("todo") for item in unproven):
+        if todo:
+            _wrapped(f"what to do: {_plain(todo)}", "", "  ")
+
+
+def _wrapped(text: str, first: str, rest: str) -> None:
+    width = max(60, min(120, shutil.get_terminal_size().columns))
+    wrap = textwrap.TextWrapper(
+        width, initial_indent=first, subsequent_indent=rest, break_long_words=False, break_on_hyphens=False
+    )
+    print(wrap.fill(text))
 
 
 def _plain(text: str) -> str:

@@ -7,6 +7,7 @@ shrunk layer that has their signature.
 
 from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ from dayzero.onboard.candidates import Candidate
 from dayzero.onboard.claims import Claim, check_claims, check_idle
 from dayzero.onboard.composition import encoder_follows, load_reference, specification_of
 from dayzero.onboard.config_fields import IRRELEVANT, RENAMED
+from dayzero.onboard.inspect.tensor_names import ranges
 from dayzero.onboard.oracle.documents import documents
 from dayzero.onboard.oracle.reference import (
     UnknownArchitecture,
@@ -42,10 +44,11 @@ from dayzero.onboard.rules.search import LeftOver, NoRule, find_rules, full_rule
 from dayzero.onboard.rules.settle import numberless
 from dayzero.onboard.rules.shared import as_own, as_shared, of_uses, own_shapes, rules_of_uses
 from dayzero.onboard.rules.unmapped import Unmapped, unmapped, unmapped_rules
+from dayzero.onboard.sharing import shared_sets
 from dayzero.onboard.shrink.canonical_config import set_by
+from dayzero.onboard.shrink.layers import layer_list
 from dayzero.onboard.shrink.shrink import SEQUENCE, NoSmallSizes, shrink_model
 from dayzero.onboard.structure.encoder import ENCODER, by_stack
-from dayzero.onboard.sharing import shared_sets
 from dayzero.runtime.errors import InputError
 from dayzero.runtime.packed import Header, quantised_groups
 from dayzero.runtime.spec import CheckpointId, ModelSpec, Record, RuleSpec, SourceSpec
@@ -109,7 +112,10 @@ def specify(
     tell(f"shrunk to {small_summary(small)}")
     generator = torch.Generator().manual_seed(0)
     reference, reads, ids = _small_reference(small, generator)
-    proven, attempts = prove_model(reference, ids, generator, tell)
+    try:
+        proven, attempts = prove_model(reference, ids, generator, tell)
+    except NotProven as error:
+        raise NotProven([_with_layers(item, reference, follows) for item in error.unproven]) from None
     section = text_prefix(reference.config).rstrip(".")
     fields, text = (small[section], config[section]) if section else (small, config)
     reads = (reads | {stored_as(text_config(reference), name) for name in reads}) & fields.keys()
@@ -198,6 +204,15 @@ def specify(
         replaced=replaced(reference),
         contradictions=proven.contradictions,
     )
+
+
+def _with_layers(item: Unproven, reference: nn.Module, follows: list[int]) -> Unproven:
+    """With the real layers that are like the small model's ones that it is about."""
+    listed = layer_list(reference)
+    prefix = next(path for path, module in reference.named_modules() if module is listed)
+    numbers = {path.removeprefix(f"{prefix}.").split(".")[0] for path in (item.where, *item.also)}
+    layers = [layer for layer, shrunk in enumerate(follows) if str(shrunk) in numbers]
+    return replace(item, layers=ranges(layers) if layers else "")
 
 
 def _found(

@@ -49,6 +49,7 @@ def execute_confined(run: Run, unsafe: bool = False) -> Iterator[Progress | Outc
         _accept(folder / _PACKAGES / run.name, run.target, run.checkpoint)
     shutil.rmtree(folder, ignore_errors=True)
     _drop_empty(folder.parent)
+    _drop_empty(run.target.parent)
     yield outcome
 
 
@@ -113,7 +114,14 @@ def _items(request: dict[str, Any], checkpoint: Path, folder: Path, name: str, u
                 items = [entry for entry in unproven if isinstance(entry, dict)]
                 raise NotProven(
                     [
-                        Unproven(_text(e.get("where")), _text(e.get("why")), [_text(t) for t in e.get("tried") or []])
+                        Unproven(
+                            _text(e.get("where")),
+                            _text(e.get("why")),
+                            [_text(t) for t in e.get("tried") or []],
+                            _text(e.get("todo")),
+                            [_text(t) for t in e.get("also") or []],
+                            _text(e.get("layers")),
+                        )
                         for e in items
                     ]
                 )

@@ -70,7 +70,8 @@ def _prove_or_lift_layer(prover: Prover, rotaries: Rotaries, layer: str, signatu
         call = prover.calls[layer]
         inside: dict[str, Candidate] = {}
         for path, role in parts_of(prover.calls, layer).items():
-            key = (role, part_signature(signature, path), handed(prover.calls[f"{layer}.{path}"]))
+            # As a unit that reads one value has it, so that nothing is searched for twice.
+            key = (role, 1, part_signature(signature, path), handed(prover.calls[f"{layer}.{path}"]))
             if (attempt := prover.best(_PROPOSE_AS[role], f"{layer}.{path}", key)) is not None:
                 inside[path] = attempt.candidate
         why = "; ".join(item.why if item.where in {"structure", layer} else str(item) for item in error.unproven)
@@ -107,7 +108,8 @@ def _prove_layer(prover: Prover, rotaries: Rotaries, layer: str, signature: Any)
     if has_streams(prover.calls[layer], prover.streams):
         return _prove_stream_layer(prover, rotaries, layer, signature)
     expanded: set[str] = set()
-    first: list[Unproven] = []
+    first: list[str] = []  # what is open in the coarsest wiring
+    said = ""
     wirings: list[LayerParts] = []
     while True:
         try:
@@ -120,11 +122,8 @@ def _prove_layer(prover: Prover, rotaries: Rotaries, layer: str, signature: Any)
         beside = "" if open_units else prover.beside(layer, wirings[-1])
         if not open_units and not beside:
             return _proven_layer(prover, layer, proven, wirings[-1])
-        first = first or [
-            prover.unproven.get(f"{layer}.{path}") or Unproven(f"{layer}.{path}", "no block reproduces it")
-            for path in open_units
-        ]
-        first = first or [Unproven(layer, f"it {beside}")]
+        if not first and not said:
+            first, said = [f"{layer}.{path}" for path in open_units], beside
         expandable = {path for path in open_units if len(list(prover.calls[f"{layer}.{path}"].module.children())) > 1}
         if not expandable:
             break
@@ -133,7 +132,7 @@ def _prove_layer(prover: Prover, rotaries: Rotaries, layer: str, signature: Any)
         proven, open_units = _prove_units(prover, rotaries, layer, signature, wiring, lift=True)
         if not open_units and not prover.beside(layer, wiring):
             return _proven_layer(prover, layer, proven, wiring)
-    raise NotProven([prover.unproven.get(item.where, item) for item in first])  # why it could not be copied, too
+    raise NotProven(prover.open(first) or [Unproven(layer, f"it {said}")])
 
 
 def _proven_layer(prover: Prover, layer: str, parts: list[ProvenPart], wiring: LayerParts) -> ProvenLayer:
@@ -178,7 +177,7 @@ def _prove_stream_layer(prover: Prover, rotaries: Rotaries, layer: str, signatur
     except Undiscovered as error:
         raise NotProven([Unproven("structure", str(error))]) from None
     parts: list[ProvenPart] = []
-    unproven: list[Unproven] = []
+    unproven: list[str] = []
     reads = {"x": 1.0}
     for item in wiring:
         held: dict[str, Attempt] = {}
@@ -193,7 +192,7 @@ def _prove_stream_layer(prover: Prover, rotaries: Rotaries, layer: str, signatur
             if attempt is None and item.connection is None:
                 attempt = prover.lifted(path, key, roles)
             if attempt is None:
-                unproven.append(prover.unproven.get(path) or Unproven(path, "no block reproduces it"))
+                unproven.append(path)
             else:
                 held[name] = attempt
         if len(held) < len(wanted):
@@ -214,7 +213,7 @@ def _prove_stream_layer(prover: Prover, rotaries: Rotaries, layer: str, signatur
         tables = rotaries.indices(prover.calls[f"{layer}.{item.block}"]) if uses else []
         parts.append(ProvenPart(unit, chosen, _factors(unit.reads, prover, layer), tables))
     if unproven:
-        raise NotProven(unproven)
+        raise NotProven(prover.open(unproven))
     return ProvenLayer(parts, _factors(reads, prover, layer))
 
 

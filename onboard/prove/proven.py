@@ -14,11 +14,16 @@ from dayzero.onboard.structure.loops import LoopParts
 
 @dataclass
 class Unproven:
-    """One thing that stands between a checkpoint and its adapter. tried: the nearest candidates and their misses."""
+    """One thing that stands between a checkpoint and its adapter. tried: the nearest candidates and their misses. todo:
+    what a person can do. also: modules of its kind elsewhere in the model, which are open for the same reason. layers:
+    those of the checkpoint that are like the small model's ones in `where` and `also`; "" where that says nothing."""
 
     where: str
     why: str
     tried: list[str] = field(default_factory=list)
+    todo: str = ""
+    also: list[str] = field(default_factory=list)
+    layers: str = ""
 
 
 class NotProven(Exception):

@@ -2,7 +2,7 @@
 
 import contextlib
 import hashlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 
 import torch
@@ -21,6 +21,11 @@ from dayzero.onboard.structure.between_parts import objection
 from dayzero.onboard.structure.discover import ModelParts
 from dayzero.onboard.structure.layer_wiring import Again, LayerParts
 
+_TODO = (
+    'write a block for it ("Adding a block" in docs/architecture.md), or change the reference so that its class can be '
+    "copied; then run the same command again"
+)
+
 
 class Prover:
     """Proves modules of one reference, each distinct one once. usual: path -> the claim to try before any search."""
@@ -34,6 +39,8 @@ class Prover:
         self.attempts: dict[str, list[Attempt]] = {}
         self.known: dict[tuple, Attempt | None] = {}
         self.unproven: dict[str, Unproven] = {}
+        self.first: dict[tuple, str] = {}  # what was asked -> the module that it was asked of first
+        self.alike: dict[str, str] = {}  # module -> the first of its kind
         self.contradictions: dict[str, str] = {}
         self.again: Again | None = None
 
@@ -55,6 +62,7 @@ class Prover:
         call: the module as another function of its arguments than of the first one.
         """
         key = (roles, signature)
+        self.alike[path] = self.first.setdefault(key, path)
         if key not in self.known:
             self.tell(f"proving {path}")
             site = site_of(self.calls, path if call is None else call.path, self.config)
@@ -80,8 +88,20 @@ class Prover:
                 why = f"no block reproduces {kind}" if tried else f"no block here is like {kind}"
                 if "ffn" in roles and (wrong := _contradiction(site)):
                     self.contradictions[path] = why = wrong
-                self.unproven[path] = Unproven(path, why, tried)
+                self.unproven[path] = Unproven(path, why, tried, _TODO)
         return self.known[key]
+
+    def open(self, paths: Iterable[str]) -> list[Unproven]:
+        """Why the modules at these paths are not proven: one thing for all of a kind, of whatever layers."""
+        found: list[Unproven] = []
+        for path in paths:
+            first = self.alike.get(path, path)
+            item = self.unproven.setdefault(first, Unproven(first, "no block reproduces it"))
+            if path not in (first, *item.also):
+                item.also.append(path)
+            if not any(item is other for other in found):
+                found.append(item)
+        return found
 
     def beside(self, layer: str, wiring: LayerParts) -> str:
         """What a layer of which modules were looked into does beside the sums of its wiring; "" for nothing."""
@@ -120,9 +140,8 @@ class Prover:
             else:
                 before = self.unproven.get(path)
                 tried = [*(before.tried if before else []), *(f"{a.candidate.block}: {a.objection}" for a in attempts)]
-                said = f"{before.why} ({why}), and" if before else f"{why};"
-                said += f" its own code cannot stand by itself: {objection}"
-                self.unproven[path] = Unproven(path, said, tried[-3:])
+                said = f"{type(site.module).__name__}: {why}; its own code is not copied: {objection}"
+                self.unproven[path] = Unproven(path, said, tried[-3:], _TODO, before.also if before else [])
         return self.known[key]
 
 

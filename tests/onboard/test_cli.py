@@ -247,6 +247,18 @@ def test_explain_lists_every_candidate_and_its_miss(onboard, tmp_path):
     assert (tmp_path / "mixtral" / "onboard.lock").read_text() == lock
 
 
+@pytest.mark.parametrize("module", ["tiers.1.mix", "layer.3.mix", "layers.0.mix"])
+def test_explain_says_why_a_module_is_lifted(capsys, module):
+    why = "like GroupedQueryAttention, but for values (of says); runs atan"
+    lifted = Tried(
+        module="model.tiers.0.mix", block="Lifted", error=0.0, where="captured input", candidates=1, misses=[], why=why
+    )
+    cli._explain([lifted], module)
+    assert capsys.readouterr().out.splitlines()[1:] == [f"  {why}"]
+    with pytest.raises(InputError, match=r"model\.tiers\.0\.mix"):
+        cli._explain([lifted], "layer.0.other")
+
+
 @pytest.mark.parametrize("module", ["layers.7.mlp", "layer.7.mlp", "model.layers.2.mlp"])
 def test_explain_shows_what_was_tried_and_by_how_much_it_missed(capsys, module):
     tried = [
