@@ -8,12 +8,13 @@ import tiny
 import torch
 from odd_specs import NO_CHECKPOINT
 
-from dayzero.onboard.candidates import site_of
+from dayzero.onboard.candidates import Candidate, site_of
 from dayzero.onboard.candidates.evidence import literal
 from dayzero.onboard.composition import load_reference, specification_of
 from dayzero.onboard.oracle.calls import record_calls
 from dayzero.onboard.oracle.reference import build, redraw, run
-from dayzero.onboard.prove.block import attempt, errors, prove, relative_error
+from dayzero.onboard.prove import block
+from dayzero.onboard.prove.block import BOUND, attempt, errors, prove, relative_error
 from dayzero.onboard.prove.model import prove_model
 from dayzero.onboard.prove.proven import NotProven
 from dayzero.onboard.shrink.shrink import SEQUENCE
@@ -352,3 +353,14 @@ def test_a_module_like_none_in_the_library_has_no_candidate():
     proven, _ = proof(model)
     site = site_of(proven.parts.calls, "model.layers.0.mlp", model.config)
     assert prove("mixer", site, torch.Generator().manual_seed(0)).attempts == []
+
+
+def test_no_more_candidates_are_looked_at_than_the_bound_and_equal_ones_once(monkeypatch):
+    model = reference("llama")
+    proven, _ = proof(model)
+    site = site_of(proven.parts.calls, "model.layers.0.mlp", model.config)
+    many = [Candidate("RMSNorm", {"width": literal(n // 2, "a test")}, {}) for n in range(BOUND + 50)]
+    monkeypatch.setattr(block, "propose", lambda role, site: many)
+    attempts = prove("norm", site, torch.Generator().manual_seed(0)).attempts
+    assert len(attempts) == BOUND // 2
+    assert not any(tried.proven for tried in attempts)
