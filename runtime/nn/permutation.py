@@ -93,7 +93,7 @@ class _Collect(torch.autograd.Function):
         grad_weights = torch.empty_like(weights) if y is not None else None
         for part in _blocks(row.shape[0], grad):
             of_tokens = _wide(grad.index_select(0, row[part]))
-            if grad_weights is not None:
+            if y is not None and grad_weights is not None:
                 grad_weights[part] = (of_tokens * y[part]).sum(-1)
             if grad_y is not None:
                 grad_y[part] = of_tokens * weights[part].unsqueeze(-1)
