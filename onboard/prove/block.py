@@ -161,6 +161,10 @@ def attempt(
             for name, tensor in state_of(site.module).items():
                 tensor.copy_(saved[name])
     _load(block, candidate, site)
+    with torch.no_grad():  # a block may take another way where nothing is trained
+        error = _forward_error(site, block)
+    if not error <= TOLERANCE:
+        return Attempt(candidate, error, "without gradients", f"output without gradients misses by {error:.1e}")
     if wrong := _left(site, block, leaves_all):
         return Attempt(candidate, worst, where, wrong)
     apart = "; ".join(_apart(candidate, site, block))

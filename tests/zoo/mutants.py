@@ -363,6 +363,9 @@ MUTANTS = [
     Mutant("softmax for sigmoid", "minimax_m2", r"\.ffn, for", argument("ffn.router.score", "softmax")),
     Mutant("one expert fewer", "mixtral", r"layers\.0\.ffn, for", argument("ffn.router.top_k", lambda k: k - 1)),
     Mutant("bias used in the weight", "minimax_m2", r"\.ffn, for", code=(
+        "nn.router", "weights = scored_by(self.score, logits)",
+        "weights = scored_by(self.score, logits) + self.selection_bias[index]")),
+    Mutant("bias used in the weight where nothing is trained", "minimax_m2", r"\.ffn, for \S+: output without", code=(
         "nn.router", "weights = scores.gather(-1, index)",
         "weights = (scores if self.selection_bias is None else scores + self.selection_bias).gather(-1, index)")),
     Mutant("correction bias taken as zero", "deepseek_v3", r"layers\.1\.ffn, for", code=(
