@@ -4,15 +4,12 @@ A mixture of experts, hidden width 256, expert width 256, 8 experts a token: our
 its grouped_mm experts, on the same weights and tokens, forward and backward, with experts that are trained or frozen as
 under LoRA. `x` is the time of a row against the same implementation with the fewest experts, `of ours` the time against
 ours. The router is part of it: with 896 experts its float32 product alone is 0.15 of the operations of the 8 experts.
-Times are the process's own seconds on one thread; variants take turns and the fastest of each counts. Memory comes in
-large pages for all of them, as in `runtime train`.
+Times are the process's own seconds on one thread; variants take turns and the fastest of each counts. Freed memory is
+kept for all of them, as in `runtime train`.
 """
 
 import argparse
-import os
 import time
-
-os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")  # read when torch is imported
 
 import torch
 from rich.console import Console
@@ -22,6 +19,7 @@ from torch import Tensor, nn
 from dayzero.runtime.nn import Experts, MixtureOfExperts, Router
 from dayzero.runtime.nn.causal_lm import initialise
 from dayzero.runtime.nn.selection import Normalise
+from dayzero.runtime.processes import keep_freed_memory
 
 HIDDEN, WIDTH, TOP_K = 256, 256, 8
 PEERS = ("eager", "grouped_mm")
@@ -114,4 +112,5 @@ if __name__ == "__main__":
     parser.add_argument("--dtypes", nargs="+", default=["float32", "bfloat16"])
     parser.add_argument("--peers", nargs="*", choices=PEERS, default=list(PEERS))
     torch.set_num_threads(1)
+    keep_freed_memory()
     main(parser.parse_args())

@@ -5,23 +5,20 @@ transformers with its eager experts and with its grouped_mm experts, for LoRA wi
 on two, where ours shares the experts (ep 2) and transformers is sharded by FSDP2. The tokens are one document, or
 documents of 64 to 1,024 tokens as in instruction tuning, the first fifth to three fifths of each a prompt without
 labels: packed for ours, a padded batch for transformers, whose attention has no packing on a CPU; only real tokens
-count. Every variant has processes of its own, with large pages as in `runtime train`; memory is their peak beyond what
-they held before the model. A step is forward, backward and AdamW; the fastest counts. `x` is ours against the row:
-times the tokens/s, part of the memory. The loss of the first step shows that all compute the same.
+count. Every variant has processes of its own, which keep freed memory as those of `runtime train`; memory is their
+peak beyond what they held before the model. A step is forward, backward and AdamW; the fastest counts. `x` is ours
+against the row: times the tokens/s, part of the memory. The loss of the first step shows that all compute the same.
 """
 
 import argparse
 import itertools
 import json
-import os
 import subprocess
 import sys
 import tempfile
 import time
 from pathlib import Path
 from typing import Any
-
-os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")  # read when torch is imported
 
 import torch
 import torch.distributed as dist
@@ -36,6 +33,7 @@ from dayzero.runtime.load import load_checkpoint
 from dayzero.runtime.lora import apply_lora, reset_lora
 from dayzero.runtime.package import load_package
 from dayzero.runtime.parallel import Layout, make_meshes, parallelise
+from dayzero.runtime.processes import keep_freed_memory
 
 VOCABULARY = 4096
 ADAPTED = {"q_proj", "k_proj", "v_proj", "o_proj"}
@@ -234,6 +232,7 @@ if __name__ == "__main__":
     parser.add_argument("--world", type=int, default=1, help=argparse.SUPPRESS)
     given = parser.parse_args()
     torch.set_num_threads(1)
+    keep_freed_memory()
     if given.case is None:
         main(given)
     else:

@@ -45,9 +45,6 @@ def train(
     as_json: Json = False,
 ) -> None:
     """Fine-tune: LoRA or full, on one process or many."""
-    # Read once, when torch is imported: large tensors on a CPU come in pages of 2 MiB, where the kernel allows it by
-    # request. The gradients of a layer of experts are hundreds of MiB, and each 4 KiB of them are a fault otherwise.
-    os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
     from dayzero.runtime import launch
     from dayzero.runtime.job import prepare
     from dayzero.runtime.metrics import summarise
