@@ -9,7 +9,7 @@ from torch import nn as torch_nn
 
 from dayzero.runtime import nn
 from dayzero.runtime.block_spec import BlockSpec, Proof
-from dayzero.runtime.nn.lifted import classes_of
+from dayzero.runtime.nn.lifted_source import classes_of
 from dayzero.runtime.record import Record
 from dayzero.runtime.weights import NODES, Rule, Source
 

@@ -38,7 +38,7 @@ class _RMSNorm(torch.autograd.Function):
             if grad_x is not None:
                 g = dy if scale is None else dy * scale
                 dx.copy_((g - n * (g * n).mean(-1, keepdim=True)).mul_(rstd))
-        return grad_x, None if total is None else total.to(weight.dtype), None, None, None
+        return grad_x, total if weight is None or total is None else total.to(weight.dtype), None, None, None
 
 
 def rms_norm(

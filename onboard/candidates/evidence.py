@@ -14,7 +14,7 @@ from dayzero.onboard.prove.trace import Operations, trace
 from dayzero.onboard.structure.handed import context_of, made_already
 from dayzero.onboard.structure.uses import use_of
 from dayzero.runtime.nn import Context
-from dayzero.runtime.nn.lifted import classes_of
+from dayzero.runtime.nn.lifted_source import classes_of
 from dayzero.runtime.safetensors_reader import TensorsReader
 from dayzero.runtime.spec import BlockSpec
 from dayzero.runtime.weights import Source, whole

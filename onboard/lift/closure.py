@@ -1,6 +1,6 @@
 """Copies a module class of the reference into source text of its own, by the closure of the names it uses.
 
-Each definition is taken from its file, cleaned (`onboard.cleaning`), and compiled; the global names that its code
+Each definition is taken from its file, cleaned (`cleaning`), and compiled; the global names that its code
 loads are resolved in the module it came from, and lifted in turn. What is left of the library that it was written for
 is imported from `dayzero.runtime.nn.upstream`, which has small equivalents; torch and a few modules of the standard
 library are imported as they are, and nothing else is.
@@ -14,24 +14,19 @@ import hashlib
 import inspect
 import logging
 import sys
-import textwrap
 import types
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
-from pathlib import Path
+from collections.abc import Iterable
+from dataclasses import dataclass
 from typing import Any
 
 from torch import nn
 
-from dayzero.onboard.lift.cleaning import Known, clean
-from dayzero.onboard.oracle.remote_code import CHECKPOINT_PACKAGE
+from dayzero.onboard.lift.cleaning import clean
+from dayzero.onboard.lift.folding import Known
+from dayzero.onboard.lift.source import LiftError, Source, defined, module_of, source_of
 from dayzero.onboard.oracle.training_modes import with_gradients
 from dayzero.runtime.nn import upstream
-from dayzero.runtime.nn.lifted import IMPORTS, UPSTREAM
-
-
-class LiftError(Exception):
-    """A class that cannot stand by itself. The message names what it needs and why that cannot be given."""
+from dayzero.runtime.nn.lifted_source import IMPORTS, UPSTREAM
 
 
 @dataclass(frozen=True)
@@ -72,7 +67,7 @@ def _lift(cls: type[nn.Module], replaced: frozenset[str]) -> Lift:
     closure = _Closure()
     if cls.__qualname__ != cls.__name__:
         raise LiftError(f"{cls.__qualname__} is defined inside something else")
-    closure.want(_source_of(_module_of(cls)), cls.__name__, replaced)
+    closure.want(source_of(module_of(cls)), cls.__name__, replaced)
     closure.run()
     files = closure.order()
     definitions = tuple(
@@ -158,141 +153,15 @@ def _by_dependence(held: dict[str, dict[str, Definition]]) -> list[str]:
     return done
 
 
-@dataclass(eq=False)
-class _Source:
-    """A module's file. label: its path as shown, no folder of this machine in it. statements: name -> the top-level
-    statement that defines it. bound: name -> (module, name in it) that an import binds it to."""
-
-    module: types.ModuleType
-    label: str
-    text: str
-    licence: str
-    statements: dict[str, ast.stmt] = field(default_factory=dict)
-    bound: dict[str, tuple[str, str | None]] = field(default_factory=dict)
-
-    def __hash__(self) -> int:
-        return hash(self.label)
-
-    @functools.cached_property
-    def attributes(self) -> frozenset[str]:
-        """Names that anything in this file but whole models reads as an attribute: methods called from outside."""
-        found: set[str] = set()
-        for name, statement in self.statements.items():
-            made = vars(self.module).get(name)
-            if not (isinstance(made, type) and any(base.__name__ == "PreTrainedModel" for base in made.__mro__)):
-                found |= {node.attr for node in ast.walk(statement) if isinstance(node, ast.Attribute)}
-        return frozenset(found)
-
-    def segment(self, statement: ast.stmt) -> tuple[str, tuple[int, int]]:
-        """The statement's text, decorators included, and its lines."""
-        decorators = getattr(statement, "decorator_list", [])
-        first = min([statement.lineno, *(decorator.lineno for decorator in decorators)])
-        last = statement.end_lineno or first
-        return textwrap.dedent("\n".join(self.text.splitlines()[first - 1 : last]) + "\n"), (first, last)
-
-
-def _module_of(thing: Any) -> types.ModuleType:
-    module = sys.modules.get(getattr(thing, "__module__", None) or "")
-    if module is None:
-        raise LiftError(f"{getattr(thing, '__qualname__', thing)!r} belongs to no module")
-    return module
-
-
-@functools.cache
-def _source_of(module: types.ModuleType) -> _Source:
-    file = getattr(module, "__file__", None)
-    if not file or not file.endswith(".py"):
-        raise LiftError(f"the module {module.__name__} has no Python source")
-    text = Path(file).read_text(encoding="utf-8")
-    source = _Source(module, _label(module), text, _licence(text))
-    for statement in _top_level(ast.parse(text).body):
-        for name in _defined(statement):
-            if name not in source.statements or _is_the_one(vars(module).get(name), statement):
-                source.statements[name] = statement
-    for node in ast.walk(ast.parse(text)):
-        if isinstance(node, ast.Import):
-            for alias in node.names:
-                bound = alias.asname or alias.name.split(".")[0]
-                source.bound[bound] = (alias.name if alias.asname else bound, None)
-        elif isinstance(node, ast.ImportFrom):
-            base = _absolute(module, node)
-            for alias in node.names:
-                source.bound[alias.asname or alias.name] = (base, alias.name)
-    return source
-
-
-def _top_level(body: list[ast.stmt]) -> Iterator[ast.stmt]:
-    """The statements of a file, those under a condition included."""
-    for statement in body:
-        if isinstance(statement, ast.If):
-            yield from _top_level([*statement.body, *statement.orelse])
-        elif isinstance(statement, ast.Try):
-            handlers = [line for handler in statement.handlers for line in handler.body]
-            yield from _top_level([*statement.body, *handlers, *statement.orelse, *statement.finalbody])
-        else:
-            yield statement
-
-
-def _is_the_one(value: Any, statement: ast.stmt) -> bool:
-    """Whether this definition, of several under one name, is the one that was executed."""
-    code = getattr(inspect.unwrap(value), "__code__", None) if callable(value) else None
-    if code is None and isinstance(value, type):
-        code = next((f.__code__ for f in vars(value).values() if inspect.isfunction(f)), None)
-    return code is not None and statement.lineno <= code.co_firstlineno <= (statement.end_lineno or 0)
-
-
-def _label(module: types.ModuleType) -> str:
-    """The file as shown: below the package for an installed one, its name alone for one that came along."""
-    root = module.__name__.split(".")[0]
-    top = sys.modules.get(root)
-    folder = Path(next(iter(getattr(top, "__path__", [])), "/nowhere"))
-    file = Path(module.__file__ or "")
-    if root.startswith(CHECKPOINT_PACKAGE):
-        return file.relative_to(folder).as_posix()
-    if file.is_relative_to(folder) and not root.startswith("dayzero"):
-        return str(Path(root, file.relative_to(folder)))
-    return file.name
-
-
-def _absolute(module: types.ModuleType, node: ast.ImportFrom) -> str:
-    if not node.level:
-        return node.module or ""
-    package = (module.__package__ or "").split(".")
-    base = package[: len(package) - node.level + 1]
-    return ".".join([*base, *([node.module] if node.module else [])])
-
-
-def _licence(text: str) -> str:
-    """The comment lines at the head of a file from the copyright on; all of them where none says copyright."""
-    lines: list[str] = []
-    for line in text.splitlines():
-        if line.strip() and not line.startswith("#"):
-            break
-        lines.append(line.rstrip())
-    start = next((number for number, line in enumerate(lines) if "copyright" in line.lower()), 0)
-    return "\n".join(line for line in lines[start:] if not line.startswith(("#!", "# coding", "# -*-"))).strip()
-
-
-def _defined(statement: ast.stmt) -> Iterator[str]:
-    if isinstance(statement, (ast.ClassDef, ast.FunctionDef)):
-        yield statement.name
-    elif isinstance(statement, ast.Assign):
-        for target in statement.targets:
-            names = target.elts if isinstance(target, (ast.Tuple, ast.List)) else [target]
-            yield from (name.id for name in names if isinstance(name, ast.Name))
-    elif isinstance(statement, ast.AnnAssign) and isinstance(statement.target, ast.Name):
-        yield statement.target.id
-
-
 class _Closure:
     """Definitions wanted and made, file by file."""
 
     def __init__(self) -> None:
-        self.definitions: dict[_Source, dict[str, Definition]] = {}
+        self.definitions: dict[Source, dict[str, Definition]] = {}
         self.imports: set[str] = set()
-        self._todo: list[tuple[_Source, str, frozenset[str]]] = []
+        self._todo: list[tuple[Source, str, frozenset[str]]] = []
 
-    def want(self, source: _Source, name: str, replaced: frozenset[str] = frozenset()) -> None:
+    def want(self, source: Source, name: str, replaced: frozenset[str] = frozenset()) -> None:
         made = self.definitions.setdefault(source, {})
         if name not in made and (source, name, replaced) not in self._todo:
             self._todo.append((source, name, replaced))
@@ -302,13 +171,13 @@ class _Closure:
             source, name, replaced = self._todo.pop(0)
             self._define(source, name, replaced)
 
-    def order(self) -> list[_Source]:
+    def order(self) -> list[Source]:
         """Files, those first that others need when they are imported."""
         labels = {source.label: source for source in self.definitions}
         held = {label: dict(self.definitions[source]) for label, source in labels.items()}
         return [labels[label] for label in _by_dependence(held)]
 
-    def _define(self, source: _Source, name: str, replaced: frozenset[str]) -> None:
+    def _define(self, source: Source, name: str, replaced: frozenset[str]) -> None:
         statement = source.statements.get(name)
         if statement is None:
             raise LiftError(f"{name} is not defined at the top of {source.label}")
@@ -322,7 +191,7 @@ class _Closure:
             if used != shown:
                 self._resolve(source, used)
 
-    def _resolve(self, source: _Source, name: str) -> None:
+    def _resolve(self, source: Source, name: str) -> None:
         """Makes `name` mean in the lifted text what it means in the file."""
         held = vars(source.module)
         if name not in held:
@@ -343,16 +212,16 @@ class _Closure:
         else:
             self._follow_import(source, name)
 
-    def _constant(self, source: _Source, name: str, value: Any) -> None:
+    def _constant(self, source: Source, name: str, value: Any) -> None:
         statement = source.statements.get(name)
         lines = source.segment(statement)[1] if statement is not None else (1, 1)
         made = self.definitions.setdefault(source, {})
         made.setdefault(name, Definition(name, source.label, lines, f"{name} = {value!r}\n"))
 
-    def _elsewhere(self, source: _Source, name: str, value: Any) -> None:
+    def _elsewhere(self, source: Source, name: str, value: Any) -> None:
         """A class or function that another file defines, or this one under another name."""
         plain = inspect.unwrap(value) if callable(value) and not isinstance(value, type) else value
-        other = _source_of(_module_of(plain))
+        other = source_of(module_of(plain))
         if not may_follow(other.module, source.module):
             raise LiftError(f"{source.label} uses {name} of {other.module.__name__}, which is not lifted")
         original = plain.__name__
@@ -366,12 +235,12 @@ class _Closure:
             made = self.definitions.setdefault(source, {})
             made.setdefault(name, Definition(name, source.label, (1, 1), f"{name} = {original}\n"))
 
-    def _follow_import(self, source: _Source, name: str) -> None:
+    def _follow_import(self, source: Source, name: str) -> None:
         module, original = source.bound.get(name, ("", None))
         other = sys.modules.get(module)
         if other is None or original is None or not may_follow(other, source.module):
             raise LiftError(f"{source.label} uses {name}, which is neither plain data nor a definition")
-        self.want(_source_of(other), original)
+        self.want(source_of(other), original)
         if original != name:
             made = self.definitions.setdefault(source, {})
             made.setdefault(name, Definition(name, source.label, (1, 1), f"{name} = {original}\n"))
@@ -380,7 +249,7 @@ class _Closure:
 class _Names(Known):
     """What names mean in a file, for `clean`."""
 
-    def __init__(self, source: _Source) -> None:
+    def __init__(self, source: Source) -> None:
         self.source = source
 
     def value(self, name: str) -> Any:
@@ -450,7 +319,7 @@ def may_follow(module: types.ModuleType, from_module: types.ModuleType) -> bool:
     return root == "transformers" or root == from_module.__name__.split(".")[0]
 
 
-def _import(source: _Source, name: str, value: Any) -> str | None:
+def _import(source: Source, name: str, value: Any) -> str | None:
     """The import that binds the name to what torch or the standard library have, None if they do not."""
     if isinstance(value, types.ModuleType):
         if value.__name__.split(".")[0] not in IMPORTS:
@@ -477,7 +346,7 @@ def _free_names(text: str, label: str) -> set[str]:
     """Global names that the text's code loads, at once or when it is called, builtins and its own left out."""
     found: set[str] = set()
     todo = [compile(text, label, "exec", dont_inherit=True)]
-    own = {name for statement in ast.parse(text).body for name in _defined(statement)}
+    own = {name for statement in ast.parse(text).body for name in defined(statement)}
     while todo:
         code = todo.pop()
         todo += [constant for constant in code.co_consts if isinstance(constant, types.CodeType)]

@@ -23,7 +23,7 @@ from dayzero.onboard.oracle import sandbox
 from dayzero.onboard.package import check_package
 from dayzero.onboard.specify import Tried
 from dayzero.runtime.errors import InputError, RunFailed
-from dayzero.runtime.nn.lifted import check_source
+from dayzero.runtime.nn.lifted_source import check_source
 from dayzero.runtime.spec import ModelSpec
 
 _LARGEST = 64_000_000  # bytes of one file of a package

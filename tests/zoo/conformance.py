@@ -124,7 +124,7 @@ def _share(spec: Any) -> float:
     """The share of the blocks' parameters that are in proven ones."""
     import torch
 
-    from dayzero.runtime.nn.lifted import classes_of
+    from dayzero.runtime.nn.lifted_source import classes_of
 
     total, proven = 0, 0
     lifted_classes = classes_of(spec.lifted)

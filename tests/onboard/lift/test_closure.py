@@ -12,7 +12,7 @@ from dayzero.onboard.candidates.evidence import Candidate, literal, site_of
 from dayzero.onboard.candidates.lifted import propose_lifted, why_not
 from dayzero.onboard.lift.closure import Lift, LiftError, lift, merge
 from dayzero.onboard.lift.lifting import prove_lifted
-from dayzero.runtime.nn.lifted import IMPORTS, UPSTREAM, check_source, classes_of
+from dayzero.runtime.nn.lifted_source import IMPORTS, UPSTREAM, check_source, classes_of
 from dayzero.runtime.weights import Stored
 
 # Fifteen families that differ: their mixers, feed-forward parts, norms and whole layers are all copied.

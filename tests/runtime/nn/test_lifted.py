@@ -9,7 +9,8 @@ from torch import nn
 from dayzero.runtime.nn import Context, Inside, Lifted, RMSNorm
 from dayzero.runtime.nn.causal_lm import initialise
 from dayzero.runtime.nn.context import lengths_of, positions_of
-from dayzero.runtime.nn.lifted import beside, classes_of, settings_value
+from dayzero.runtime.nn.lifted_settings import settings_value
+from dayzero.runtime.nn.lifted_source import beside, classes_of
 from dayzero.runtime.spec import BlockSpec
 
 SOURCE = '''
@@ -108,22 +109,22 @@ def test_all_documents_as_one_where_nothing_mixes_tokens():
     ],
 )
 def test_arguments_have_the_shapes_that_their_axes_name(what, shape):
-    from dayzero.runtime.nn.lifted import _Document
+    from dayzero.runtime.nn.lifted_document import Document
 
-    made = _Document(torch.zeros(8, 6), context(4, 4), [1], False).give(what)
+    made = Document(torch.zeros(8, 6), context(4, 4), [1], False).give(what)
     assert made.shape == shape
 
 
 def test_windows_and_chunks():
-    from dayzero.runtime.nn.lifted import _Document
+    from dayzero.runtime.nn.lifted_document import Document
 
-    document = _Document(torch.zeros(5, 6), context(5), [], False)
+    document = Document(torch.zeros(5, 6), context(5), [], False)
     seen = document.give({"mask": "visible", "window": None, "chunk": 2, "axes": "st"})
     assert seen.tolist()[3] == [False, False, True, True, False]
     added = document.give({"mask": "added", "window": 2, "chunk": None, "axes": "st"})
     assert (added == 0).tolist()[3] == [False, False, True, True, False]
     assert added.min() == torch.finfo(torch.float32).min
-    together = _Document(torch.zeros(5, 6), context(2, 3), [], False, (2, 3))
+    together = Document(torch.zeros(5, 6), context(2, 3), [], False, (2, 3))
     assert together.give({"mask": "visible", "window": None, "chunk": None, "axes": "st"}).tolist()[3] == [
         False, False, True, True, False,
     ]  # fmt: skip
