@@ -24,6 +24,7 @@ from dayzero.onboard.oracle.documents import documents
 from dayzero.onboard.oracle.reference import (
     UnknownArchitecture,
     build,
+    fails_on_text,
     on_disk,
     redraw,
     replaced,
@@ -201,7 +202,7 @@ def specify(
         towers=sorted({numberless(name) for name in towers}),
         idle=idle_rules,
         tables=table_rules,
-        replaced=replaced(reference),
+        replaced=[*replaced(reference), *filter(None, [fails_on_text(reference)])],
         contradictions=proven.contradictions,
     )
 

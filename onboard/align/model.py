@@ -27,8 +27,8 @@ from dayzero.onboard.oracle import remote_code
 from dayzero.onboard.oracle.reference import (
     Promote,
     build,
-    inputs,
     load_config,
+    logits_of,
     model_class,
     on_disk,
     quiet,
@@ -156,7 +156,7 @@ def _routing(
     with torch.no_grad():
         mine = steady_choices([partial(ours, ids, torch.tensor([0, len(ids)])) for ids in documents], like)
     with torch.no_grad(), _promoting(dtype):
-        theirs = steady_choices([partial(reference, **inputs(reference, ids[None])) for ids in documents], like)
+        theirs = steady_choices([partial(logits_of, reference, ids[None]) for ids in documents], like)
     return like, theirs.seen if theirs.seen == mine.seen else [], {*mine.by, *theirs.by}
 
 
@@ -202,9 +202,8 @@ def _reference_pass(
     for document in documents:
         mine = [choice[start : start + len(document)] for choice in forced or []]
         force = ForceTopK(mine, like, among) if forced is not None else None
-        kwargs = inputs(model, document[None])
         with _promoting(dtype), force or contextlib.nullcontext():
-            parts.append(model(**kwargs).logits[0])
+            parts.append(logits_of(model, document[None])[0])
         if force is not None and force.calls != len(mine):
             raise RuntimeError(f"the reference selected {force.calls} times, ours does {len(mine)} times")
         start += len(document)
@@ -279,7 +278,7 @@ def real_weights_error(package: Package, checkpoint: Checkpoint) -> float | None
             raise CannotLoad(" ".join(str(error).split())[:200]) from None
         for name, value in computed.items():
             reference.get_buffer(name).copy_(value)
-        theirs = torch.cat([reference(**inputs(reference, document[None])).logits[0] for document in documents])
+        theirs = torch.cat([logits_of(reference, document[None])[0] for document in documents])
         del reference
     shapes = {name: header.shape for name, header in checkpoint.headers.items()}
     reader = SafetensorsReader(checkpoint.path, {name: header.file for name, header in checkpoint.headers.items()})

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from dayzero.onboard.oracle.reference import Promote, encoder_path, inputs
+from dayzero.onboard.oracle.reference import Promote, encoder_path, logits_of
 
 
 class Undiscovered(Exception):
@@ -149,7 +149,7 @@ def record_calls(model: nn.Module, ids: Tensor) -> tuple[dict[str, Call], Tensor
         handles.append(module.register_forward_hook(leave, with_kwargs=True))
     try:
         with torch.no_grad(), Promote():
-            logits = model(**inputs(model, ids)).logits
+            logits = logits_of(model, ids)
     except (RuntimeError, TypeError, ValueError, AttributeError, IndexError, KeyError) as error:
         found = " ".join(str(error).split())[:200]
         raise Undiscovered(f"the reference does not run at small sizes ({type(error).__name__}: {found})") from None

@@ -345,7 +345,43 @@ def inputs(model: nn.Module, ids: Tensor) -> dict[str, Any]:
     return made
 
 
+# Classes for several kinds of input whose forward fails when there is only text.
+_FAIL_ON_TEXT: set[type] = set()
+
+
+def logits_of(model: nn.Module, ids: Tensor, **kwargs: Any) -> Tensor:
+    """Logits [B, S, V] of the reference for ids [B, S].
+
+    A class for several kinds of input may fail on what its language model returned for text, where it looks for what
+    images left. Its language model, a class that predicts tokens by itself, is called instead from then on.
+    """
+    if type(model) not in _FAIL_ON_TEXT:
+        try:
+            return model(**inputs(model, ids), **kwargs).logits
+        except AttributeError:
+            if _language_model(model) is None:
+                raise
+            _FAIL_ON_TEXT.add(type(model))
+    called = _language_model(model)
+    assert called is not None
+    return called(**inputs(called, ids), **kwargs).logits
+
+
+def fails_on_text(model: nn.Module) -> str:
+    """What is called in place of the reference, "" where it is called itself."""
+    called = _language_model(model) if type(model) in _FAIL_ON_TEXT else None
+    return (
+        "" if called is None else f"{type(model).__name__} fails on text alone: its {type(called).__name__} is called"
+    )
+
+
+def _language_model(model: nn.Module) -> nn.Module | None:
+    """The only part that is a model for the next token of text."""
+    found = [m for m in model.modules() if m is not model and hasattr(m, "config") and _predicts_tokens(type(m))]
+    return found[0] if len(found) == 1 else None
+
+
 def run(model: nn.Module, ids: Tensor, **kwargs: Any) -> Tensor:
-    """Logits [B, S, V] of the reference for ids [B, S], float32 islands promoted."""
+    """`logits_of`, float32 islands promoted."""
     with Promote():
-        return model(**inputs(model, ids), **kwargs).logits
+        return logits_of(model, ids, **kwargs)

@@ -1,5 +1,7 @@
 """The oracle: which class it builds, what it reads, what it replaces."""
 
+import types
+
 import pytest
 import torch
 from torch import nn
@@ -7,7 +9,14 @@ from zoo import families
 
 from dayzero.onboard.oracle import reference
 from dayzero.onboard.oracle.constructed import built_like, constructed_with, noting_arguments
-from dayzero.onboard.oracle.reference import UnknownArchitecture, build, load_config, model_class
+from dayzero.onboard.oracle.reference import (
+    UnknownArchitecture,
+    build,
+    fails_on_text,
+    load_config,
+    logits_of,
+    model_class,
+)
 from dayzero.onboard.oracle.training_modes import allow_gradients, replaced, with_gradients
 
 
@@ -192,3 +201,47 @@ def test_a_loop_without_gradients_is_replaced_and_said():
     assert replaced(model)[0] == "Experts.infer runs under no_grad in evaluation: called with gradients here"
     allow_gradients(model)
     assert with_gradients(Experts) == ["infer"]
+
+
+class _ForText(nn.Module):
+    """Logits of ids: rows of a matrix."""
+
+    config = types.SimpleNamespace(is_encoder_decoder=False)
+
+    def __init__(self):
+        super().__init__()
+        self.rows = nn.Embedding(9, 9)
+
+    def forward(self, input_ids, use_cache):
+        return types.SimpleNamespace(logits=self.rows(input_ids))
+
+
+class TextForCausalLM(_ForText):
+    pass
+
+
+class ImagesForConditionalGeneration(_ForText):
+    """Expects of the language model's result what only images leave there."""
+
+    def __init__(self):
+        super().__init__()
+        self.language = TextForCausalLM()
+
+    def forward(self, input_ids, use_cache):
+        out = self.language(input_ids, use_cache)
+        return types.SimpleNamespace(logits=out.logits, image_outputs=out.image_outputs)
+
+
+class WithoutLanguageModel(_ForText):
+    def forward(self, input_ids, use_cache):
+        return input_ids.image_outputs
+
+
+def test_a_class_that_fails_on_text_alone_gives_way_to_its_language_model():
+    model, ids = ImagesForConditionalGeneration(), torch.tensor([[1, 7, 3]])
+    assert fails_on_text(model) == ""
+    assert torch.equal(logits_of(model, ids), model.language.rows(ids))
+    said = "ImagesForConditionalGeneration fails on text alone: its TextForCausalLM is called"
+    assert fails_on_text(model) == said
+    with pytest.raises(AttributeError, match="image_outputs"):
+        logits_of(WithoutLanguageModel(), ids)

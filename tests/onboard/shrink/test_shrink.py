@@ -39,6 +39,7 @@ MORE_PUBLISHED = {
     "DeepSeek-V3.2": [0, 1, 2, 3],
     "GLM-5.2-FP8": [0, 3, 6],
     "Kimi-K2-Instruct": [0, 1],
+    "Llama-4-Scout-17B-16E-Instruct": [0, 1, 2, 3],
     "MiniMax-M2.7": [0, 1],
     "Nemotron-3-Nano-30B-A3B": [0, 1, 2, 3, 4, 5],
     "Qwen3-235B-A22B-FP8": [0, 1],
