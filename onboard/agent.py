@@ -32,6 +32,7 @@ from dayzero.onboard.inspect.unread_layouts import place_and_reason, unread_layo
 from dayzero.onboard.install import install, read_decisions, write_files
 from dayzero.onboard.oracle import remote_code
 from dayzero.onboard.oracle.reference import UnknownArchitecture, load_config, model_class
+from dayzero.onboard.prove.interventions import Intervention
 from dayzero.onboard.prove.proven import NotProven, Unproven
 from dayzero.onboard.report.report import Findings
 from dayzero.onboard.rules.unmapped import fates
@@ -111,6 +112,11 @@ def specify_checkpoint(
         for field in unread
     ]
     open_items += [_contradicted(claim) for claim in claims if claim.verdict == "contradicted"]
+    open_items += [
+        _unexplained(tried)
+        for tried in specification.interventions
+        if tried.effect == "unexplained" and not {tried.field, tried.field.split(".")[0]} & ignored.keys()
+    ]
     open_items += _open_tensors(ledger.unaccounted)
     if open_items:
         raise NotProven(open_items)
@@ -124,6 +130,15 @@ def _contradicted(claim: Claim) -> Unproven:
         f"decisions.yaml may accept {claim.field} with a reason, or the reference is not the checkpoint's"
     )
     return Unproven(f"config.json: {claim.field} = {claim.states}"[:160], why)
+
+
+def _unexplained(tried: Intervention) -> Unproven:
+    """A field that the reference computes with in a way that nothing proven follows, and what to do about it."""
+    why = (
+        f"the reference reads it, and what it does at {tried.altered!r} is no proven block ({tried.detail}). The present "
+        f"value alone is proven: ignore_config in decisions.yaml may accept {tried.field} with a reason"
+    )
+    return Unproven(f"config.json: {tried.field} = {tried.value!r}"[:160], why)
 
 
 def _harmless(claim: Claim) -> Iterator[Finding]:
@@ -191,8 +206,8 @@ def climb(
 
 
 def _blocks_rung(specification: Specification) -> Rung:
-    """L1: what the search proved, and the generated blocks once more. A warning where a config field changes the
-    reference in a way that only its present value is proven for, and where the reference contradicts itself."""
+    """L1: what the search proved, and the generated blocks once more. A warning where a person has accepted a config
+    field that only its present value is proven for, and where the reference contradicts itself."""
     rung = judge({tried.module: tried.error for tried in specification.tried}, THRESHOLDS["L1"])
     with tempfile.TemporaryDirectory() as folder:
         again = blocks_rung(load_shrunk(specification, Path(folder)), specification.shrunk_config)

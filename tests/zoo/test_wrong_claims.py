@@ -13,6 +13,7 @@ from zoo.conformance import write_checkpoint
 from dayzero.onboard import specify
 from dayzero.onboard.agent import climb, specify_checkpoint
 from dayzero.onboard.checkpoint import read_checkpoint
+from dayzero.onboard.prove.interventions import Intervention
 from dayzero.onboard.prove.proven import NotProven
 from dayzero.runtime.errors import InputError
 
@@ -48,6 +49,23 @@ def test_a_field_that_nobody_reads(mixtral, tmp_path):
     said = refusal(with_config(mixtral, tmp_path / "x", attention_temperature=0.7))
     assert "attention_temperature = 0.7" in said
     assert "nobody reads it" in said
+
+
+def test_a_field_that_the_reference_reads_and_nothing_proven_follows(mixtral):
+    """Onboarding ends, unless a person accepts that the present value alone is proven; L1 then warns."""
+    checkpoint = read_checkpoint(mixtral)
+    unknown = Intervention(
+        field="router_jitter", value=0.0, altered=0.3, effect="unexplained", detail="layers.0.mlp: no block"
+    )
+    with mock.patch.object(specify, "intervene", return_value=[unknown]):
+        said = refusal(checkpoint)
+        accepted = {"ignore_config": {"router_jitter": "zero in every release"}}
+        specification, ledger = specify_checkpoint(checkpoint, "x", accepted, lambda line: None)
+    assert "config.json: router_jitter = 0.0" in said
+    assert "at 0.3 is no proven block (layers.0.mlp: no block)" in said
+    assert "ignore_config" in said
+    rung = climb(checkpoint, specification, ledger, lambda line: None).rungs["L1"]
+    assert (rung.verdict, rung.where) == ("WARN", "proven at the present router_jitter only")
 
 
 @pytest.mark.parametrize(
