@@ -135,8 +135,8 @@ def _contradicted(claim: Claim) -> Unproven:
 def _unexplained(tried: Intervention) -> Unproven:
     """A field that the reference computes with in a way that nothing proven follows, and what to do about it."""
     why = (
-        f"the reference reads it, and what it does at {tried.altered!r} is no proven block ({tried.detail}). The present "
-        f"value alone is proven: ignore_config in decisions.yaml may accept {tried.field} with a reason"
+        f"the reference reads it, and what it does at {tried.altered!r} is no proven block ({tried.detail}). Only the "
+        f"present value is proven: ignore_config in decisions.yaml may accept {tried.field} with a reason"
     )
     return Unproven(f"config.json: {tried.field} = {tried.value!r}"[:160], why)
 
