@@ -145,22 +145,27 @@ def one(variant: str, folder: Path, dtype: torch.dtype, lora: bool, lengths: lis
             labels[first : first + int(share * length)] = -100
     batch = padded(ids, labels, lengths)
     wanted = batch.pop("labels")
-    watcher, seconds, losses = Thread(target=watch), [], []
-    watcher.start()
-    for _ in range(steps):
-        if world > 1:
-            dist.barrier()
-        started = time.perf_counter()
+
+    def backward() -> Tensor:
+        """The loss; nothing of its graph is left behind for the next step to find in memory."""
         if ours:
             loss = model(ids, bounds, labels, LOSS_CHUNK) / tokens
         else:
             logits = model(**batch).logits
             loss = F.cross_entropy(logits.float().flatten(0, 1), wanted.flatten(), reduction="sum") / tokens
         loss.backward()
+        return loss.detach().double()
+
+    watcher, seconds, losses = Thread(target=watch), [], []
+    watcher.start()
+    for _ in range(steps):
+        if world > 1:
+            dist.barrier()
+        started = time.perf_counter()
+        total = backward()
         optimizer.step()
         optimizer.zero_grad()
         seconds.append(time.perf_counter() - started)
-        total = loss.detach().double()
         if world > 1:
             dist.all_reduce(total)
         losses.append(float(total) / world)

@@ -150,6 +150,7 @@ def train_step(
         (part + indexers).backward()
         loss += part.detach()
         indexer_loss += indexers.detach()
+        del part, indexers  # on a CPU, what is left of a graph cuts the memory that the next one needs into pieces
         balance.add()
     own_loss = float(loss)
     loss, indexer_loss = _summed(torch.stack((loss, indexer_loss))).tolist()
