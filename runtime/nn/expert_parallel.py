@@ -209,11 +209,10 @@ class Journey:
         return [parcel.travelling for parcel in self.parcels]
 
     def compute(self, experts: Experts, travelling: list[Tensor], method: str = "compute", **how) -> list[Tensor]:
-        """The experts, part by part. method: of theirs. how: `weigh`, `norm` and `weighs` of `through_experts`."""
+        """The experts, part by part. method: of theirs. how: `weigh` and `norm` of `through_experts`."""
         done, exchange, compute = [], self.exchange, getattr(experts, method)
         if exchange.duplicates is not None:
             compute = exchange.duplicates.compute(experts, exchange.group, exchange.waiting, method)
-            how["weighs"] = False
         if self.height is not None:
             compute = padded(compute, self.height)
         for parcel, part in zip(self.parcels, travelling, strict=True):

@@ -13,7 +13,6 @@ from dayzero.kernels.grouped_gemm import grouped_gemm
 from .activation import activation
 from .gated_activation import Gate, gated
 from .small_batches import merged
-from .weighed import weighed
 
 
 class Experts(nn.Module):
@@ -24,8 +23,7 @@ class Experts(nn.Module):
 
     act: None where another block computes something between the two projections (`into`, `out_of`) itself.
 
-    forward(x, counts): x [M, H] sorted by expert, counts [E] int64 rows of each -> [M, H], zero behind the last. Where
-    it `weighs`, weights [M] multiply the rows.
+    forward(x, counts): x [M, H] sorted by expert, counts [E] int64 rows of each -> [M, H], zero behind the last.
     Rows that come in parts are computed within one call, so that the parameters are gathered once and their gradients
     reduced once: forward(parts, None, through) is through(self, parts), which calls `compute`.
     merge_below: the first so many rows of every expert are computed as one padded batch, see `small_batches`.
@@ -60,28 +58,14 @@ class Experts(nn.Module):
             else:
                 nn.init.normal_(parameter, std=std)
 
-    @property
-    def weighs(self) -> bool:
-        """Whether it takes a weight for each row: a bias of the last projection would have to be weighed, too."""
-        return self.act is not None and self.down_bias is None and not self.merge_below
+    def forward(self, x: Any, counts: Any, through: Callable[["Experts", Any], Any] | None = None) -> Any:
+        return self.compute(x, counts) if through is None else through(self, x)
 
-    def forward(
-        self,
-        x: Any,
-        counts: Any,
-        through: Callable[["Experts", Any], Any] | None = None,
-        weights: Tensor | None = None,
-    ) -> Any:
-        return self.compute(x, counts, weights) if through is None else through(self, x)
-
-    def compute(self, x: Tensor, counts: Tensor, weights: Tensor | None = None) -> Tensor:
-        """x: [M, H] sorted by expert, counts: [E], weights: [M] or None -> [M, H]. Not the module's call, which gathers
-        the parameters."""
-        if weights is not None and not self.weighs:
-            raise ValueError("these experts weigh no rows")
+    def compute(self, x: Tensor, counts: Tensor) -> Tensor:
+        """x: [M, H] sorted by expert, counts: [E] -> [M, H]. Not the module's call, which gathers the parameters."""
         if self.merge_below:
             return merged(x, counts, self.merge_below, self._in_groups, self._in_a_batch)
-        return self._in_groups(x, counts, weights)
+        return self._in_groups(x, counts)
 
     def into(self, x: Tensor, counts: Tensor) -> Tensor:
         """The first projection alone: x [M, H] sorted by expert, counts: [E] -> [M, F], or [M, 2F] where gated."""
@@ -91,27 +75,23 @@ class Experts(nn.Module):
         """The last projection alone: inner [M, F] sorted by expert, counts: [E] -> [M, H]."""
         return _product(inner, self.down, self.down_bias, counts)
 
-    def _in_groups(self, x: Tensor, counts: Tensor, weights: Tensor | None = None) -> Tensor:
-        return self._feed_forward(x, lambda x, weight, bias: _product(x, weight, bias, counts), weights)
+    def _in_groups(self, x: Tensor, counts: Tensor) -> Tensor:
+        return self._feed_forward(x, lambda x, weight, bias: _product(x, weight, bias, counts))
 
     def _in_a_batch(self, x: Tensor) -> Tensor:
         """[E, P, H] -> [E, P, H]: each expert's own P rows."""
         return self._feed_forward(x, _batched_product)
 
-    def _feed_forward(
-        self, x: Tensor, product: Callable[[Tensor, Tensor, Tensor | None], Tensor], weights: Tensor | None = None
-    ) -> Tensor:
+    def _feed_forward(self, x: Tensor, product: Callable[[Tensor, Tensor, Tensor | None], Tensor]) -> Tensor:
         inner = product(x, self.gate_up if self.is_gated else self.up, self.in_bias)
-        inner = self._activated(inner) if weights is None else weighed(self._activated, inner, weights)
-        return product(inner, self.down, self.down_bias)
-
-    def _activated(self, inner: Tensor) -> Tensor:
         if self.act is None:
             raise ValueError("these experts have nothing between their projections; another block uses them")
         if self.is_gated:
             gate, up = inner.chunk(2, -1)
-            return gated(self.act, gate, up)
-        return activation(self.act)(inner)  # type: ignore[arg-type]
+            inner = gated(self.act, gate, up)
+        else:
+            inner = activation(self.act)(inner)  # type: ignore[arg-type]
+        return product(inner, self.down, self.down_bias)
 
 
 def _product(x: Tensor, weight: Tensor, bias: Tensor | None, counts: Tensor) -> Tensor:

@@ -90,7 +90,7 @@ class MixtureOfExperts(Routed):
         pad = limit if self.capacity is not None and self.capacity.pad else None
         journey = self.exchange.depart(z, weights, aimed, count, pad) if self.exchange is not None else None
         shared = None if self.shared is None else self._shared(x, shared_weights)
-        how = {"weigh": self.weigh, "norm": self.expert_norm, "weighs": self.experts.weighs and pad is None}
+        how = {"weigh": self.weigh, "norm": self.expert_norm}
         if journey is not None:
             y = journey.arrive(self.experts(journey.take(), None, partial(journey.compute, **how)))
         else:

@@ -9,7 +9,7 @@ from torch.autograd.function import once_differentiable
 
 _BLOCK = 1 << 15  # numbers
 Weigh = Literal["output", "input"]
-Compute = Callable[..., Tensor]
+Compute = Callable[[Tensor, Tensor], Tensor]
 
 
 class Copies(NamedTuple):
@@ -38,17 +38,13 @@ def through_experts(
     copies: Copies,
     weigh: Weigh = "output",
     norm: Callable[[Tensor], Tensor] | None = None,
-    weighs: bool = False,
 ) -> Tensor:
     """sum_k w_k norm(E_k x), or of E_k(w_k x) where weigh is "input".  [T, H] -> [T, H].
 
-    compute(rows [M, H], counts [E]) -> [M, H] is what the experts do to rows sorted by expert. weighs: whether it
-    weighs them, too: compute(rows, counts, weights=[M]).
+    compute(rows [M, H], counts [E]) -> [M, H] is what the experts do to rows sorted by expert.
     """
     rows = spread(x, copies.row)
     weights = weights_TK.flatten().index_select(0, copies.place).to(x.dtype)
-    if weighs and weigh == "output" and norm is None:
-        return collect(compute(rows, copies.counts, weights=weights), copies.row, x.shape[0])
     y = compute(rows * weights.unsqueeze(-1) if weigh == "input" else rows, copies.counts)
     if norm is not None:
         y = norm(y)
