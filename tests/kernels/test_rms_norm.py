@@ -4,6 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch.autograd import gradcheck
+from torch.func import functional_call
 from transformers.models.gemma.modeling_gemma import GemmaRMSNorm
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
@@ -96,22 +97,28 @@ def test_nan_stays(evaluate, backend, rng):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize(
-    ("peer", "options"),
-    [(LlamaRMSNorm, {}), (GemmaRMSNorm, {"offset": 1.0, "weight_after_cast": False})],
-    ids=["llama", "gemma"],
-)
-def test_same_bits_as_transformers(peer, options, dtype, rng):
+@pytest.mark.parametrize(("peer", "form"), [(LlamaRMSNorm, "llama"), (GemmaRMSNorm, "gemma")], ids=["llama", "gemma"])
+@pytest.mark.parametrize("backend", ["reference", "blocked", "triton"])
+def test_beside_transformers(evaluate, backend, peer, form, dtype, rng):
+    """The reference has its bits. Other backends do not round gradients on their way, as Llama's norm does after its
+    cast, and sum in another order: their bits differ, and are nearer to the exact gradients."""
+    _, offset, after_cast = FORMS[form]
+    given = inputs(rng, (300, 96), dtype, offset=offset)
     module = peer(96, eps=EPS).to(dtype)
-    module.weight.data = rng((96,), dtype)
-    x = rng((7, 96), dtype, scale=3).requires_grad_()
-    theirs = module(x)
-    assert torch.equal(rms_norm(x, module.weight, EPS, **options), theirs)
-    mine = reference.rms_norm(x, module.weight, EPS, **options)
-    assert torch.equal(mine, theirs)
-    grad = rng((7, 96), dtype)  # the reference's; a backend rounds its gradients elsewhere
-    pairs = zip(*(torch.autograd.grad(out, (x, module.weight), grad) for out in (mine, theirs)), strict=True)
-    assert all(torch.equal(a, b) for a, b in pairs)
+    theirs = gradients(lambda x, weight, *_: functional_call(module, {"weight": weight}, (x,)), given)
+    exact = gradients(reference.rms_norm, wide(given), weight_after_cast=after_cast)
+    got = evaluate("rms_norm", backend, given, weight_after_cast=after_cast)
+    same = {name: (got[name] == theirs[name]).double().mean().item() for name in theirs}
+    if backend == "reference":
+        assert same == {"out": 1.0, "x": 1.0, "weight": 1.0}
+    if backend == "blocked":
+        assert same["out"] == 1.0
+    if dtype != torch.float32:  # what float32 holds in between rarely changes the last bit
+        assert same["out"] > 0.99
+        assert after_cast or min(same.values()) > 0.99
+    more = 1.05 if dtype == torch.float32 else 1.001
+    for name, want in exact.items():
+        assert relative_error(got[name], want) <= more * relative_error(theirs[name], want), name
 
 
 def test_same_values_as_torch(rng):
