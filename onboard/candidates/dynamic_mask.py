@@ -19,6 +19,8 @@ from dayzero.runtime.weights import Source, Stored
 class _KeepingSolver(AttentionSolver):
     """Scores less the numbers are the products' multiple, where keys are kept. numbers: [B, G, S], of the keys."""
 
+    block = "DynamicMaskAttention"
+
     def __init__(self, site: Site, linears: dict[str, Call], end: str, seen: SoftmaxSeen, numbers: Tensor, keep: int):
         super().__init__(site, linears, end, seen)
         self.numbers, self.keep = numbers, keep

@@ -9,17 +9,26 @@ from zoo import families
 
 from dayzero.onboard.candidates import Candidate, site_of
 from dayzero.onboard.candidates.evidence import literal
+from dayzero.onboard.lift.reason import reason
 from dayzero.onboard.oracle import reference
 from dayzero.onboard.oracle.calls import record_calls
 from dayzero.onboard.prove.block import attempt, prove
 
 
-@functools.cache
-def proof(**changes):
+def site_in(bent=False, **changes):
+    """An attention of the reference with these fields changed. bent: whether its values go through a tanh."""
     model, _ = reference.build({**families.config("doge"), **changes})
     reference.redraw(model, torch.Generator().manual_seed(0))
+    if bent:
+        attention = model.model.layers[1].self_attn
+        attention.v_proj = torch.nn.Sequential(attention.v_proj, torch.nn.Tanh())
     calls, _ = record_calls(model, torch.randint(3, 190, (2, 24), generator=torch.Generator().manual_seed(1)))
-    site = site_of(calls, "model.layers.1.self_attn", reference.text_config(model))
+    return site_of(calls, "model.layers.1.self_attn", reference.text_config(model))
+
+
+@functools.cache
+def proof(**changes):
+    site = site_in(**changes)
     return site, prove("mixer", site, torch.Generator().manual_seed(2))
 
 
@@ -59,3 +68,12 @@ def test_what_keeps_or_sees_others_is_not(argument, value):
     tried = attempt(mutant, site, torch.Generator().manual_seed(2), thorough=True)
     assert not tried.proven
     assert tried.error > 1e-4
+
+
+def test_what_is_like_it_but_for_its_values_is_said_to_be_like_it():
+    """Not like the attention inside it, which has no numbers."""
+    site = site_in(bent=True)
+    verdict = prove("mixer", site, torch.Generator().manual_seed(2))
+    assert not verdict.survivors
+    said = reason(site, ("mixer",), verdict.attempts)
+    assert said.startswith("like DynamicMaskAttention, but for values (of v_proj.0); runs"), said
