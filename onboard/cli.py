@@ -282,6 +282,8 @@ def _explain(tried: list[Any], module: str | None) -> None:
         print(_plain(f"{item.module}: {item.block} of {item.candidates} candidates, {item.error:.1e} ({item.where})"))
         if item.why:
             print(_plain(f"  {item.why}"))
+        if item.bound:
+            print(_plain(f"  {item.bound}"))
         for miss, times in Counter(item.misses).items():
             print(_plain(f"  not {miss}" + (f" ({times} alike)" if times > 1 else "")))
 

@@ -59,7 +59,8 @@ from dayzero.runtime.weights import Source
 class Tried(Record):
     """How the block for one reference module was found. candidates: how many were tried; misses: a line for each of the
     others, the nearest first: what it claims that the chosen one does not, and why it was not taken. why: of the
-    reference's own code, why no block stands there."""
+    reference's own code, why no block stands there. bound: of a search that ended before everything was tried, what was
+    left."""
 
     module: str
     block: str
@@ -68,6 +69,7 @@ class Tried(Record):
     candidates: int
     misses: list[str]
     why: str = ""
+    bound: str = ""
 
 
 class Specification(Record):
@@ -337,6 +339,7 @@ def _tried(path: str, attempts: list[Attempt]) -> Tried:
         candidates=len(attempts),
         misses=misses,
         why=best.why,
+        bound=best.bound,
     )
 
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, overload
 import torch
 from torch import Tensor, nn
 
-from dayzero.onboard.candidates.stops import Stop
+from dayzero.onboard.candidates.stops import Cut, Stop
 from dayzero.onboard.oracle.calls import Call
 from dayzero.onboard.prove.trace import Operations, trace
 from dayzero.onboard.structure.handed import context_of, made_already
@@ -171,12 +171,13 @@ class Candidate:
 @dataclass
 class Site:
     """One module of the reference as it was called. inner: the calls below it, by path relative to it. stops: None, or
-    where proposers leave how far they came."""
+    where proposers leave how far they came. cuts: where they say that they propose no more than so many."""
 
     call: Call
     inner: dict[str, Call]
     config: Any
     stops: list[Stop] | None = field(default=None, kw_only=True)
+    cuts: list[Cut] = field(default_factory=list, kw_only=True)
 
     @property
     def module(self) -> nn.Module:

@@ -18,7 +18,7 @@ from dayzero.onboard.candidates.moe_parts import Parts, close, loaded
 from dayzero.onboard.candidates.nesting import Inner
 from dayzero.onboard.candidates.odd_routers import propose_odd_routers
 from dayzero.onboard.candidates.router import dense, propose_router
-from dayzero.onboard.candidates.stops import Stop
+from dayzero.onboard.candidates.stops import Cut, Stop
 
 MOST = 64  # candidates handed to the prover
 
@@ -32,7 +32,13 @@ def propose_moe_around(site: Site, routers: Callable[[Parts], Iterator[Candidate
     """Mixtures with these routers, which are claims about the whole module."""
     # Experts that did not run are for other tokens than these.
     called = sorted(banks(site), key=lambda bank: bank.owner not in site.inner)
-    return list(itertools.islice(_combined(Parts(site, called[0]), routers), MOST)) if called else []
+    if not called:
+        return []
+    every = _combined(Parts(site, called[0]), routers)
+    proposed = list(itertools.islice(every, MOST))
+    if left := sum(1 for _ in every):
+        site.cuts.append(Cut(MOST, left))
+    return proposed
 
 
 def _combined(parts: Parts, routers_of: Callable[[Parts], Iterator[Candidate]]) -> Iterator[Candidate]:

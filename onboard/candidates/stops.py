@@ -39,6 +39,18 @@ class Stop:
         return f"like {self.block}, but for {'; '.join(said)}"
 
 
+@dataclass(frozen=True)
+class Cut:
+    """A search that ended at its bound. left: candidates beyond it, which nobody tried."""
+
+    bound: int
+    left: int
+
+    @property
+    def text(self) -> str:
+        return f"the search ended at its bound of {self.bound} candidates; {self.left} were left untried"
+
+
 def few(names: tuple[str, ...] | list[str]) -> str:
     """Names of tensors, each of a module once, no more than a line has room for."""
     short = list(dict.fromkeys(name.removesuffix(".weight").removesuffix(".bias") for name in names))

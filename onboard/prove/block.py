@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from dayzero.onboard.candidates import Candidate, Site, propose
+from dayzero.onboard.candidates.stops import Cut
 from dayzero.onboard.oracle.calls import join
 from dayzero.onboard.oracle.reference import never_trained, redraw, state_of
 from dayzero.onboard.prove.trace import trace
@@ -35,7 +36,8 @@ _WEIGHT_GAINS = (1.0, 2.5)
 class Attempt:
     """One candidate and how it fared. error: worst relative error so far; objection: why it was rejected, if it was.
     thorough: whether it held on the captured input, so that it was tried on others too. why: of the reference's own
-    code, why no block stands there. operations: what both sides execute, where it is proven."""
+    code, why no block stands there. operations: what both sides execute, where it is proven. bound: as of `Verdict`, of
+    the search that it came out of."""
 
     candidate: Candidate
     error: float
@@ -44,6 +46,7 @@ class Attempt:
     thorough: bool = False
     why: str = ""
     operations: str = ""
+    bound: str = ""
 
     @property
     def proven(self) -> bool:
@@ -52,9 +55,11 @@ class Attempt:
 
 @dataclass
 class Verdict:
-    """All attempts on one module, in the order in which they were made; survivors best first."""
+    """All attempts on one module, in the order in which they were made; survivors best first. bound: where the search
+    ended at one, what was left, in one line; "" where it tried everything."""
 
     attempts: list[Attempt] = field(default_factory=list)
+    bound: str = ""
 
     @property
     def survivors(self) -> list[Attempt]:
@@ -96,23 +101,21 @@ def block_function(
 def prove(role: str, site: Site, generator: torch.Generator) -> Verdict:
     """Tries the candidates for `role` at this module, likeliest first, until one holds; the rest of those that the
     captured input alone cannot tell from it are tried too, so that what remains ambiguous is known."""
-    verdict = Verdict()
-    for candidate in _bounded(propose(role, site)):
-        verdict.attempts.append(attempt(candidate, site, generator, thorough=False))
+    site.cuts = []
+    candidates = propose(role, site)
+    distinct: dict[tuple, Candidate] = {}
+    for candidate in candidates[:BOUND]:
+        distinct.setdefault(candidate.key, candidate)
+    if left := {candidate.key for candidate in candidates[BOUND:]} - distinct.keys():
+        site.cuts.append(Cut(BOUND, len(left)))
+    verdict = Verdict(bound="; ".join(cut.text for cut in site.cuts))
+    verdict.attempts = [attempt(candidate, site, generator, thorough=False) for candidate in distinct.values()]
     rivals = [a for a in verdict.attempts if a.proven]
     for rival in rivals:
         final = attempt(rival.candidate, site, generator, thorough=True)
         rival.error, rival.where, rival.objection = max(rival.error, final.error), final.where, final.objection
         rival.thorough, rival.operations = True, final.operations
     return verdict
-
-
-def _bounded(candidates: list[Candidate]) -> Iterator[Candidate]:
-    seen = set()
-    for candidate in candidates[:BOUND]:
-        if candidate.key not in seen:
-            seen.add(candidate.key)
-            yield candidate
 
 
 def attempt(

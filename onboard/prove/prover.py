@@ -42,6 +42,7 @@ class Prover:
         self.first: dict[tuple, str] = {}  # what was asked -> the module that it was asked of first
         self.alike: dict[str, str] = {}  # module -> the first of its kind
         self.contradictions: dict[str, str] = {}
+        self.bounds: dict[str, str] = {}  # module -> where the search for it ended before everything was tried
         self.again: Again | None = None
 
     @contextlib.contextmanager
@@ -73,22 +74,27 @@ class Prover:
                 claim = refitted_to(self.usual[path], site)
                 attempts = [attempt(claim, site, self.generator, thorough=True, gains=())]
                 survivors = [tried for tried in attempts if tried.proven]
+            bounds: list[str] = []
             for role in () if survivors else roles:
                 verdict = prove(role, site, self.generator)
                 attempts += verdict.attempts
+                bounds += [verdict.bound] if verdict.bound else []
                 survivors = survivors or verdict.survivors
                 if survivors:
                     break
             self.attempts[path] = attempts
             self.known[key] = survivors[0] if survivors else None
-            if not survivors:
+            self.bounds[path] = "; ".join(bounds)
+            if survivors:
+                survivors[0].bound = self.bounds[path]
+            else:
                 nearest = sorted(attempts, key=lambda attempt: (not attempt.thorough, attempt.error))[:3]
                 tried = [f"{a.candidate.block}: {a.objection}" for a in nearest]
                 kind = type(self.calls[path].module).__name__
                 why = f"no block reproduces {kind}" if tried else f"no block here is like {kind}"
                 if "ffn" in roles and (wrong := _contradiction(site)):
                     self.contradictions[path] = why = wrong
-                self.unproven[path] = Unproven(path, why, tried, _TODO)
+                self.unproven[path] = Unproven(path, self._with_bound(path, why), tried, _TODO)
         return self.known[key]
 
     def open(self, paths: Iterable[str]) -> list[Unproven]:
@@ -130,7 +136,9 @@ class Prover:
             site = site_of(self.calls, path, self.config)
             if not self.usual:  # of a model that is asked what becomes of it, nobody is told
                 inputs = 1 if call is None else len(call.inputs)
-                why = why or self.contradictions.get(path) or reason(site, roles, self.attempts.get(path, []), inputs)
+                why = why or self._with_bound(
+                    path, self.contradictions.get(path) or reason(site, roles, self.attempts.get(path, []), inputs)
+                )
             site.call = call or site.call
             made, attempts, objection = prove_lifted(site, replace or {}, self.generator)
             self.attempts.setdefault(path, []).extend(attempts)
@@ -143,6 +151,10 @@ class Prover:
                 said = f"{type(site.module).__name__}: {why}; its own code is not copied: {objection}"
                 self.unproven[path] = Unproven(path, said, tried[-3:], _TODO, before.also if before else [])
         return self.known[key]
+
+    def _with_bound(self, path: str, why: str) -> str:
+        """Why no block stands there, and that not all were tried, where that is so."""
+        return f"{why}; {self.bounds[path]}" if self.bounds.get(path) else why
 
 
 def _contradiction(site: Site) -> str | None:

@@ -255,6 +255,9 @@ def test_explain_says_why_a_module_is_lifted(capsys, module):
     )
     cli._explain([lifted], module)
     assert capsys.readouterr().out.splitlines()[1:] == [f"  {why}"]
+    bound = "the search ended at its bound of 400 candidates; 7 were left untried"
+    cli._explain([lifted.model_copy(update={"block": "RMSNorm", "why": "", "bound": bound})], module)
+    assert capsys.readouterr().out.splitlines()[1:] == [f"  {bound}"]
     with pytest.raises(InputError, match=r"model\.tiers\.0\.mix"):
         cli._explain([lifted], "layer.0.other")
 

@@ -8,7 +8,7 @@ import tiny
 import torch
 from odd_specs import NO_CHECKPOINT
 
-from dayzero.onboard.candidates import Candidate, site_of
+from dayzero.onboard.candidates import Candidate, moe, site_of
 from dayzero.onboard.candidates.evidence import literal
 from dayzero.onboard.composition import load_reference, specification_of
 from dayzero.onboard.oracle.calls import record_calls
@@ -17,8 +17,10 @@ from dayzero.onboard.prove import block
 from dayzero.onboard.prove.block import BOUND, attempt, errors, prove, relative_error
 from dayzero.onboard.prove.model import prove_model
 from dayzero.onboard.prove.proven import NotProven
+from dayzero.onboard.report.layers import lifted
 from dayzero.onboard.shrink.shrink import SEQUENCE
 
+NORMS_LEFT = "the search ended at its bound of 1 candidates; 3 were left untried"
 SMALL = {"vocab_size": 131, "hidden_size": 48, "num_attention_heads": 6, "num_key_value_heads": 3, "head_dim": 14}
 
 
@@ -361,6 +363,22 @@ def test_no_more_candidates_are_looked_at_than_the_bound_and_equal_ones_once(mon
     site = site_of(proven.parts.calls, "model.layers.0.mlp", model.config)
     many = [Candidate("RMSNorm", {"width": literal(n // 2, "a test")}, {}) for n in range(BOUND + 50)]
     monkeypatch.setattr(block, "propose", lambda role, site: many)
-    attempts = prove("norm", site, torch.Generator().manual_seed(0)).attempts
-    assert len(attempts) == BOUND // 2
-    assert not any(tried.proven for tried in attempts)
+    verdict = prove("norm", site, torch.Generator().manual_seed(0))
+    assert len(verdict.attempts) == BOUND // 2
+    assert not verdict.survivors
+    assert verdict.bound == f"the search ended at its bound of {BOUND} candidates; 25 were left untried"
+    monkeypatch.setattr(block, "propose", lambda role, site: many[:BOUND])
+    assert prove("norm", site, torch.Generator().manual_seed(0)).bound == ""
+
+
+def test_a_search_that_ends_at_its_bound_says_so_wherever_its_result_is_shown(monkeypatch):
+    model = reference("mixtral")
+    monkeypatch.setattr(block, "BOUND", 1)
+    monkeypatch.setattr(moe, "MOST", 0)  # so that the mixture is not found
+    proven, attempts = proof(model)
+    assert attempts["model.layers.0.input_layernorm"][0].bound == NORMS_LEFT
+    assert attempts["model.layers.0.self_attn"][0].bound == ""
+    _, spec = our_logits(model, proven)
+    assert NORMS_LEFT in spec.norm.proof.evidence
+    ((_, _, why),) = lifted(spec)
+    assert why.endswith("; the search ended at its bound of 0 candidates; 1 were left untried")
