@@ -51,11 +51,12 @@ class Mutant:
 @dataclass(frozen=True)
 class Climbed:
     """verdict: of the ladder, or REFUSED where rules and tensors do not settle. accused: what the rungs that fail
-    name. by: that, by rung."""
+    name. by: that, by rung. warned: what the rungs that warn name."""
 
     verdict: str
     accused: str
     by: Mapping[str, str] = field(default_factory=dict)
+    warned: str = ""
 
 
 @functools.cache
@@ -93,7 +94,8 @@ def climbed(family: str, mutant: Mutant | None = None) -> Climbed:
             return Climbed("REFUSED", f"model and rules do not belong together: {error}")
         alignment = climb(checkpoint, found, ledger, lambda line: None)
     failed = {name: rung.where for name, rung in alignment.rungs.items() if rung.verdict == "FAIL"}
-    return Climbed(alignment.verdict, "; ".join(failed.values()), failed)
+    warned = "; ".join(rung.where for rung in alignment.rungs.values() if rung.verdict == "WARN")
+    return Climbed(alignment.verdict, "; ".join(failed.values()), failed, warned)
 
 
 @contextlib.contextmanager
