@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from .compressor import CompressedIndexer, Compressor
 from .context import Context
 from .documents import pack, unpack
-from .index_loss import Judged, divergence
+from .index_loss import Judged, add_loss, divergence
 from .linear import reset_linear
 from .norm import RMSNorm
 from .pooled_indexer import complete
@@ -149,7 +149,8 @@ class CompressedAttention(nn.Module):
                 some = judged.any(-1, keepdim=True)
                 weights = probabilities(q, entry, judged | ~some, self.scale)
                 terms.append(divergence(found, weights.mean(1, keepdim=True), judged))
-            self.index_loss = torch.stack(terms).sum() if terms else None
+            if terms:
+                add_loss(self, torch.stack(terms).sum())
         return picked
 
 

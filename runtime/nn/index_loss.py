@@ -1,11 +1,17 @@
 """The loss that trains an indexer: attention's own distribution over keys is what its scores should give (DeepSeek
-Sparse Attention, arXiv:2512.02556, section 2.1)."""
+Sparse Attention, arXiv:2512.02556, section 2.1).
+
+An indexer that runs several times in a forward pass, in layers that loop or parts that layers share, chooses keys for
+another attention each time; its loss is the sum over them, as its gradient would be of any other loss.
+"""
 
 from collections.abc import Iterator, Sequence
 from typing import Literal
 
 import torch
 from torch import Tensor, nn
+
+from dayzero.runtime.recompute import computed_again
 
 from .documents import unpack
 from .selected_attention import Indexer, causal, probabilities
@@ -79,9 +85,22 @@ def freeze_indexers(model: nn.Module) -> None:
         block.indexer.requires_grad_(False)  # type: ignore[union-attr]
 
 
+def add_loss(block: nn.Module, loss: Tensor) -> None:
+    """Adds what a run of the block's indexer lost to what earlier runs did. Computed again in a backward pass, it has
+    been added."""
+    if not computed_again():
+        block.index_loss = loss if block.index_loss is None else block.index_loss + loss  # type: ignore[assignment]
+
+
 def index_losses(model: nn.Module) -> list[Tensor]:
-    """The losses of the last forward pass, summed over its tokens, one for each layer that computed one."""
-    return [loss for block in _indexed(model) if isinstance(loss := block.index_loss, Tensor)]
+    """The losses since they were last asked for, one for each layer that computed one: of one forward pass, summed over
+    its tokens and over the times that a layer ran in it."""
+    losses = []
+    for block in _indexed(model):
+        if isinstance(block.index_loss, Tensor):
+            losses.append(block.index_loss)
+        block.index_loss = None  # type: ignore[assignment]
+    return losses
 
 
 def _indexed(model: nn.Module) -> Iterator[nn.Module]:

@@ -5,7 +5,7 @@ from torch import Tensor, nn
 
 from .attention import GroupedQueryAttention
 from .context import Context
-from .index_loss import Judged, index_loss
+from .index_loss import Judged, add_loss, index_loss
 from .selected_attention import SELECTED, Indexer, attend_selected
 
 
@@ -40,10 +40,11 @@ class IndexedAttention(nn.Module):
         index = self.indexer.select(scores, context)
         context.shared[SELECTED] = index
         if learns and self.index_loss_over is not None:
-            self.index_loss = index_loss(
+            loss = index_loss(
                 scores, query.detach(), key.detach(), index, context.lengths, attention.scale, self.indexer,
                 self.index_loss_over,
             )  # fmt: skip
+            add_loss(self, loss)
         attended = attend_selected(
             query, key, value, context.lengths, attention.scale, index, self.indexer.unit, sinks=attention.sinks
         )

@@ -9,7 +9,7 @@ from dayzero.runtime.rows import gather
 
 from .context import Context
 from .cut import Cut
-from .index_loss import Judged, index_loss
+from .index_loss import Judged, add_loss, index_loss
 from .linear import reset_linear
 from .norm import RMSNorm
 from .query_scale import LearnedPositionScale, stepwise_scale
@@ -225,7 +225,7 @@ class LatentAttention(nn.Module):
         index = self.indexer.select(scores, context)
         context.shared[SELECTED] = index
         if learns and self.index_loss_over is not None:
-            self.index_loss = index_loss(
+            loss = index_loss(
                 scores,
                 query.detach(),
                 key.detach(),
@@ -235,4 +235,5 @@ class LatentAttention(nn.Module):
                 self.indexer,
                 self.index_loss_over,
             )
+            add_loss(self, loss)
         return index, self.indexer.unit

@@ -2,23 +2,28 @@
 
 import pytest
 import torch
+from torch import nn
 
 from dayzero.runtime.nn import (
     BlockIndexer,
+    CausalLM,
     CompressedAttention,
     CompressedIndexer,
     Compressor,
     Context,
+    DecoderLayer,
     GroupedQueryAttention,
     IndexedAttention,
     LatentAttention,
     LightningIndexer,
+    Loop,
     MeanPooledIndexer,
     PooledIndexer,
     Rotary,
 )
 from dayzero.runtime.nn.context import positions_of
 from dayzero.runtime.nn.index_loss import divergence, index_loss, index_losses, train_indexers
+from dayzero.runtime.recompute import recompute
 
 HIDDEN = 20
 
@@ -143,3 +148,46 @@ def test_is_zero_where_scores_are_the_logits():
     assert index_loss([scores + torch.arange(6.0)], query, key, index, (6,), 0.3, indexer, "all").item() > 0.1
     # One candidate is one distribution, whatever its score.
     assert index_loss([scores * 2], query, key, index, (6,), 0.3, indexer, "selected").item() == 0.0
+
+
+def looped(again, layers=2, passes=3):
+    """A model of layers with indexers that runs them `passes` times; without `again`, of as many layers as runs, each
+    with the weights of the one it stands for."""
+
+    def layer(number):
+        parts = {"mixer": drawn(BLOCKS["tokens"](), number)}
+        return DecoderLayer(parts, {"mixer": "x"}, "x + 0.5 * mixer")
+
+    held = [layer(number) for number in range(layers)]
+    stack = held if again else [layer(run % layers) for run in range(layers * passes)]
+    loop = Loop(0, layers, passes) if again else None
+    model = CausalLM(11, HIDDEN, stack, nn.Identity(), rotaries=[Rotary(4, 100.0)], loop=loop).double()
+    with torch.no_grad():
+        model.embed.weight.copy_(torch.randn(11, HIDDEN, generator=torch.Generator().manual_seed(2)).double())
+    return model, stack
+
+
+@pytest.mark.parametrize("recomputed", [False, True])
+def test_every_run_of_a_layer_trains_its_indexer(recomputed):
+    """As if the runs were layers of their own, whose indexers have one gradient: that of the sum of their losses."""
+    ids, bounds = torch.arange(11), torch.tensor([0, 7, 11])
+    (model, layers), (unrolled, runs) = looped(again=True), looped(again=False)
+    if recomputed:
+        for one in layers:
+            recompute(one)
+    for one in (model, unrolled):
+        train_indexers(one, "all")
+        one(ids, bounds)
+    found, wanted = index_losses(model), index_losses(unrolled)
+    assert (len(found), len(wanted)) == (2, 6)
+    torch.testing.assert_close(sum(found), sum(wanted), rtol=1e-12, atol=0)
+    assert index_losses(model) == []
+    sum(found).backward()
+    sum(wanted).backward()
+    assert index_losses(model) == []
+    for number, one in enumerate(layers):
+        every = [run.mixer.indexer for run in runs[number :: len(layers)]]
+        for name, parameter in one.mixer.indexer.named_parameters():
+            grads = [indexer.get_parameter(name).grad for indexer in every]
+            torch.testing.assert_close(parameter.grad, sum(grads), rtol=1e-10, atol=1e-14)
+            assert not torch.allclose(parameter.grad, grads[-1], rtol=1e-3)
