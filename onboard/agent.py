@@ -20,8 +20,10 @@ import torch
 from pydantic import BaseModel
 
 from dayzero.onboard.align import Alignment, Rung, blocks_rung, coverage_rung, model_rung
-from dayzero.onboard.align.ladder import THRESHOLDS, judge
+from dayzero.onboard.align.ladder import THRESHOLDS, Float32, judge
 from dayzero.onboard.align.model import CannotLoad, real_weights_error
+from dayzero.onboard.align.precision import float32_steps
+from dayzero.onboard.by_rules.specify import specify_by_rules
 from dayzero.onboard.checkpoint import Checkpoint, read_checkpoint
 from dayzero.onboard.claims import Claim
 from dayzero.onboard.config_fields import ConfigView
@@ -30,6 +32,7 @@ from dayzero.onboard.inspect.classify import Ledger, classify, settle
 from dayzero.onboard.inspect.ledger import Finding, finding
 from dayzero.onboard.inspect.unread_layouts import place_and_reason, unread_layouts
 from dayzero.onboard.install import install, read_decisions, write_files
+from dayzero.onboard.lifted_operators import custom_operators
 from dayzero.onboard.oracle import remote_code
 from dayzero.onboard.oracle.reference import UnknownArchitecture, load_config, model_class
 from dayzero.onboard.prove.interventions import Intervention
@@ -177,9 +180,19 @@ def _open_tensors(names: list[str]) -> list[Unproven]:
     return found
 
 
-def load_shrunk(specification: Specification, folder: Path) -> Package:
-    """The shrunk package: model.py and weights.py by the same templates as the real ones, written and imported."""
-    write_files(folder, model_files(specification.shrunk))
+def load_shrunk(specification: Specification, folder: Path, custom: Path | None = None) -> Package:
+    """The shrunk package: model.py and weights.py by the same templates as the real ones, written and imported.
+
+    custom: a folder of hand-written code, of which it runs what is for its lifted classes."""
+    return _load(specification.shrunk, folder, custom)
+
+
+def _load(spec: ModelSpec, folder: Path, custom: Path | None) -> Package:
+    write_files(folder, model_files(spec))
+    if custom is not None and (names := custom_operators(custom, spec)):
+        (folder / "custom").mkdir()
+        for name in names:
+            shutil.copy(custom / Path(name).name, folder / name)
     return load_package(folder)
 
 
@@ -189,40 +202,50 @@ def climb(
     ledger: Ledger,
     tell: Callable[[str], None],
     count: Callable[[int, int], None] = lambda done, total: None,
+    custom: Path | None = None,
 ) -> Alignment:
-    """Rungs L0 to L2."""
+    """Rungs L0 to L2. custom: the package's folder of hand-written code, which stands in for lifted classes."""
     rungs: dict[str, Rung] = {}
     tell("L0: every tensor in and out")
     rungs["L0"], hashes = coverage_rung(checkpoint, ledger, specification.spec, count, specification.tables)
     tell("L1: every block against its module")
-    rungs["L1"] = _blocks_rung(specification)
+    rungs["L1"], float32 = _blocks_rung(specification, custom)
     tell("L2: the generated model against the reference")
-    rung = model_rung(lambda folder: load_shrunk(specification, folder), specification.shrunk_config, tell)
-    rungs["L2"] = _with_real_weights(rung, checkpoint, specification, tell)
+    rung = model_rung(lambda folder: load_shrunk(specification, folder, custom), specification.shrunk_config, tell)
+    rungs["L2"] = _with_real_weights(rung, checkpoint, specification, tell, custom)
     proofs = [block.proof for block in specification.shrunk.blocks() if block.proof is not None]
     lifted = len({proof.module for proof in proofs if proof.status == "lifted"})
     blocks = {"proven": len(specification.tried) - lifted, "lifted": lifted, "unverified": 0}
-    return Alignment(rungs=rungs, blocks=blocks, hashes=hashes)
+    return Alignment(rungs=rungs, blocks=blocks, float32=float32, hashes=hashes)
 
 
-def _blocks_rung(specification: Specification) -> Rung:
-    """L1: what the search proved, and the generated blocks once more. A warning where a person has accepted a config
-    field that only its present value is proven for, and where the reference contradicts itself."""
+def _blocks_rung(specification: Specification, custom: Path | None) -> tuple[Rung, list[Float32]]:
+    """L1: what the search proved, and the generated blocks once more; and what a run in bfloat16 computes in float32.
+    A warning where a person has accepted a config field that only its present value is proven for, where the reference
+    contradicts itself, and where what is written by hand computes by other operations."""
     rung = judge({tried.module: tried.error for tried in specification.tried}, THRESHOLDS["L1"])
     with tempfile.TemporaryDirectory() as folder:
-        again = blocks_rung(load_shrunk(specification, Path(folder)), specification.shrunk_config)
+        shrunk = load_shrunk(specification, Path(folder), custom)
+        again = blocks_rung(shrunk, specification.shrunk_config)
+        float32 = float32_steps(shrunk, specification.shrunk_config)
     if rung.verdict == "PASS":
         rung = again.model_copy(update={"details": rung.details + again.details})
     open_fields = sorted({item.field for item in specification.interventions if item.effect == "unexplained"})
     said = [f"{module}: {wrong}" for module, wrong in specification.contradictions.items()]
     said += [f"proven at the present {', '.join(open_fields)} only"] if open_fields else []
-    if rung.verdict != "PASS" or not said:
-        return rung
-    return rung.model_copy(update={"verdict": "WARN", "where": "; ".join(said)})
+    if rung.verdict == "WARN":
+        said.append(rung.where)
+    if rung.verdict not in {"PASS", "WARN"} or not said:
+        return rung, float32
+    return rung.model_copy(update={"verdict": "WARN", "where": "; ".join(said)}), float32
 
 
 def _with_real_weights(
-    rung: Rung, checkpoint: Checkpoint, specification: Specification, tell: Callable[[str], None]
+    rung: Rung,
+    checkpoint: Checkpoint,
+    specification: Specification,
+    tell: Callable[[str], None],
+    custom: Path | None,
 ) -> Rung:
     """The rung, joined by the logits on the real weights where both models fit into memory."""
     if quantised_groups(checkpoint.headers):
@@ -231,9 +254,8 @@ def _with_real_weights(
     tell("L2: the real weights, float32")
     spec = specification.spec
     with tempfile.TemporaryDirectory() as folder:
-        write_files(Path(folder), model_files(spec))
         try:
-            error = real_weights_error(load_package(Path(folder)), checkpoint)
+            error = real_weights_error(_load(spec, Path(folder), custom), checkpoint)
         except CannotLoad as refused:
             skipped = f"real weights: not compared, the reference does not load them: {refused}"
             return rung.model_copy(update={"details": [*rung.details, skipped]})
@@ -346,6 +368,7 @@ def _graph(run: Run) -> Any:
                 run.load("ledger", Ledger),
                 teller("align"),
                 counter("align"),
+                run.target / "custom",
             )
         run.save("alignment", alignment)
         return {}
@@ -357,10 +380,17 @@ def _graph(run: Run) -> Any:
             claims=specification.claims,
             replaced=specification.replaced,
             ignored_config=state.get("request", {})["decisions"].get("ignore_config") or {},
+            custom=custom_operators(run.target / "custom", specification.spec) if run.align else {},
         )
         alignment = run.load("alignment", Alignment).bounded()
         files = render_package(
-            specification.spec, run.load("ledger", Ledger), run.load("plan", Plan), TrainConfig(), findings, alignment
+            specification.spec,
+            run.load("ledger", Ledger),
+            run.load("plan", Plan),
+            TrainConfig(),
+            findings,
+            alignment,
+            specification.shrunk,
         )
         install(run.target, files, run.read().path)
         return {}

@@ -223,6 +223,7 @@ def _block(attempt: Attempt, module: nn.Module, config: Any, path: str) -> Block
         error=max(rounded_up(attempt.error), 1e-12),
         evidence=[*attempt.candidate.describe(), *_executed(attempt)],
         why=attempt.why,
+        computes=attempt.computes,
     )
     return spec.model_copy(update={"proof": proof})
 

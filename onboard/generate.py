@@ -22,11 +22,13 @@ import dayzero.templates
 from dayzero.onboard.align import Alignment
 from dayzero.onboard.inspect.classify import Ledger
 from dayzero.onboard.inspect.tensor_names import ranges
+from dayzero.onboard.lifted_operators import lifted_operators, operator_files
 from dayzero.onboard.operators import OperatorCalls, operator_calls
 from dayzero.onboard.report.layers import layers_of
 from dayzero.onboard.report.report import Findings, render_html, render_markdown
 from dayzero.runtime import nn
 from dayzero.runtime.config import TrainConfig, render_yaml
+from dayzero.runtime.custom_operators import SMALL
 from dayzero.runtime.plan import Plan
 from dayzero.runtime.recorded_hashes import FILE as HASHES
 from dayzero.runtime.recorded_hashes import hashes_as_data
@@ -60,6 +62,11 @@ def _lit(value: Any) -> str:
     raise Unsafe(f"{value!r} is not plain data")
 
 
+def _plain(text: str) -> str:
+    """Text inside a docstring: one line, and nothing that would end it or be an escape."""
+    return "".join(letter if letter.isprintable() and letter not in '"\\' else "'" for letter in text)
+
+
 @cache
 def environment() -> jinja2.Environment:
     """Templates with strict names: a misspelt variable is an error, not an empty string."""
@@ -71,7 +78,7 @@ def environment() -> jinja2.Environment:
         lstrip_blocks=True,
         keep_trailing_newline=True,
     )
-    env.filters |= {"word": _word, "lit": _lit}
+    env.filters |= {"word": _word, "lit": _lit, "plain": _plain}
     return env
 
 
@@ -105,7 +112,7 @@ def _argument(block: BlockSpec, name: str, value: Any) -> str:
     if getattr(nn.BLOCKS[block.block], "holds_lifted", False) and name == "module":
         if not re.fullmatch(r"[A-Za-z_]\w*", value, re.ASCII):
             raise Unsafe(f"{value!r} is not the name of a class")
-        return f"lifted.{value}"
+        return f"operators.{value}"
     if block.block == "Lifted" and name == "replace":
         return "{" + ", ".join(f"{_lit(path)}: {call(held)}" for path, held in value.items()) + "}"
     return _lit(value)
@@ -193,19 +200,25 @@ def model_py(spec: ModelSpec) -> str:
             ],
             call=call,
             proof_line=proof_line,
+            lifted=list(operator_files(spec).values()),
         )
     )
     return format_python(text)
 
 
 def model_files(spec: ModelSpec) -> dict[str, str]:
-    """File name -> content of what `build()` and the weights need: model.py, weights.py, spec.json, and lifted.py where
-    something is lifted."""
+    """File name -> content of what `build()` and the weights need: model.py, weights.py, spec.json, and lifted.py and
+    its operators where something is lifted."""
     files = {
         "model.py": model_py(spec),
         "weights.py": weights_py(spec),
         "spec.json": canonical_json(spec.model_dump(mode="json")),
     }
+    template = environment().get_template("operators/lifted.py.j2")
+    for lifted in lifted_operators(spec):
+        files[f"operators/{lifted.name}.py"] = format_python(
+            template.render(operator=lifted, spec=spec, version=VERSION)
+        )
     return files | ({"lifted.py": format_python(spec.lifted)} if spec.lifted else {})
 
 
@@ -252,15 +265,32 @@ def _operator_files(operators: list[OperatorCalls]) -> dict[str, str]:
     return files
 
 
+def _lifted_tests(spec: ModelSpec, small: ModelSpec | None) -> dict[str, str]:
+    """The test of what is written by hand for lifted classes, and the small model that it runs on."""
+    if small is None or not spec.lifted:
+        return {}
+    names = list(operator_files(spec).values())
+    test = environment().get_template("tests/test_lifted.py.j2").render(spec=spec, version=VERSION, names=names)
+    small = small.model_copy(update={"rules": [], "lifted": ""})
+    return {"tests/test_lifted.py": format_python(test), SMALL: canonical_json(small.model_dump(mode="json"))}
+
+
 def canonical_json(value: Any) -> str:
     """JSON in the order of the fields, one space of indent and a final newline."""
     return json.dumps(value, indent=1, ensure_ascii=False) + "\n"
 
 
 def render_package(
-    spec: ModelSpec, ledger: Ledger, plan: Plan, train: TrainConfig, findings: Findings, alignment: Alignment
+    spec: ModelSpec,
+    ledger: Ledger,
+    plan: Plan,
+    train: TrainConfig,
+    findings: Findings,
+    alignment: Alignment,
+    small: ModelSpec | None = None,
 ) -> dict[str, str]:
-    """File name -> content of the whole package, the lock included."""
+    """File name -> content of the whole package, the lock included. small: the shrunk model, on which a package with
+    lifted classes compares what is written by hand for them."""
     operators = operator_calls(spec)
     package_test = environment().get_template("tests/test_package.py.j2")
     files = {
@@ -273,6 +303,7 @@ def render_package(
         "tests/test_package.py": format_python(
             package_test.render(spec=spec, version=VERSION, operators=operators, parameters=ledger.mapped_parameters())
         ),
+        **_lifted_tests(spec, small),
         "REPORT.md": render_markdown(spec, ledger, plan, findings, alignment),
         "report.html": render_html(spec, ledger, plan, findings, alignment),
     }

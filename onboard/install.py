@@ -23,6 +23,9 @@ ignore_config: {}
 """
 _CUSTOM = """\
 Hand-written code for this package. `onboard` never writes here again and never deletes it.
+
+What stands in operators/NAME.py for a lifted class runs NAME.py of this folder where there is one; the file there says
+what it must compute. `onboard align` judges it, and tests/test_lifted.py compares it with the class.
 """
 
 

@@ -74,6 +74,9 @@ def call(size: dict, x: Tensor, weight: Tensor, counts: Tensor) -> Tensor:
 }
 
 
+KERNELS = tuple(_BODIES)
+
+
 def operator_calls(spec: ModelSpec) -> list[OperatorCalls]:
     """The operators that a forward pass calls, sorted by name, each size once: those of a pass without values over one
     layer of each kind."""

@@ -1,7 +1,7 @@
 """Work on a package that is there already: align it again, check that it is as generated."""
 
 import hashlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from pydantic import ValidationError
@@ -12,10 +12,12 @@ from dayzero.onboard.checkpoint import read_checkpoint
 from dayzero.onboard.generate import LOCK, VERSION, render_package, templates_sha256
 from dayzero.onboard.inspect.classify import Ledger
 from dayzero.onboard.install import LINK, compare, install, read_decisions
+from dayzero.onboard.lifted_operators import custom_operators
 from dayzero.onboard.prove.proven import NotProven
 from dayzero.onboard.report.report import Findings
 from dayzero.onboard.specify import Tried
 from dayzero.runtime.config import load_config
+from dayzero.runtime.custom_operators import SMALL
 from dayzero.runtime.errors import InputError
 from dayzero.runtime.load import check_same_checkpoint
 from dayzero.runtime.package import load_package
@@ -55,12 +57,13 @@ def align_package(
             hint="Was it edited, or made by another version? Run onboard again.",
         )
     look(specification.tried)
-    alignment = climb(source, specification, ledger, tell)
+    alignment = climb(source, specification, ledger, tell, custom=folder / "custom")
     findings = Findings(
         interventions=specification.interventions,
         claims=specification.claims,
         replaced=specification.replaced,
         ignored_config=read_decisions(folder).get("ignore_config") or {},
+        custom=custom_operators(folder / "custom", specification.spec),
     )
     files = render_package(
         specification.spec,
@@ -69,6 +72,7 @@ def align_package(
         load_config(folder / "train.yaml"),
         findings,
         alignment.bounded(),
+        specification.shrunk,
     )
     install(folder, files, source.path)
     return alignment, specification.tried
@@ -101,18 +105,27 @@ def check_package(folder: Path) -> list[str]:
             spec = ModelSpec.model_validate_json((folder / "spec.json").read_bytes())
             ledger = Ledger.model_validate_json((folder / "ledger.json").read_bytes())
             plan, train = read_plan(folder / "plan.yaml"), load_config(folder / "train.yaml")
+            small = ModelSpec.model_validate_json((folder / SMALL).read_bytes()) if SMALL in recorded else None
             hashes = read_hashes(folder, [rule.build() for rule in spec.rules])
         except (ValidationError, OSError) as error:
             return [f"{LOCK}: lists files that onboard does not write ({str(error).splitlines()[0]})"]
         alignment = aligned.model_copy(update={"hashes": hashes})
-        files = render_package(spec, ledger, plan, train, findings, alignment)
+        files = render_package(spec, ledger, plan, train, findings, alignment, small)
         differences |= {line.split(":")[0]: line for line in compare(folder, files)}
+        differences |= _not_aligned(findings.custom, custom_operators(folder / "custom", spec))
         if (folder / LINK).is_dir() and read_checkpoint(folder / LINK).identity() != spec.checkpoint:
             differences[LINK] = f"{LINK}: not the checkpoint that this package was made from"
     return [differences[name] for name in sorted(differences)]
 
 
-_RENDERED_FROM = ("spec.json", "ledger.json", "hashes.json", "plan.yaml", "train.yaml")
+_RENDERED_FROM = ("spec.json", "ledger.json", "hashes.json", "plan.yaml", "train.yaml", SMALL)
+
+
+def _not_aligned(aligned: Mapping[str, str], found: Mapping[str, str]) -> dict[str, str]:
+    """A line for each hand-written operator that is not the one that the ladder was climbed with."""
+    wrong = sorted(name for name in aligned.keys() | found.keys() if aligned.get(name) != found.get(name))
+    what = {name: "not there any more" if name not in found else "not what was aligned" for name in wrong}
+    return {name: f"{name}: {what[name]}; run onboard align" for name in wrong}
 
 
 def _difference(folder: Path, name: str, recorded: str) -> str:

@@ -18,7 +18,7 @@ class Proof(Record):
 
     module: the reference module's path. error: upper bound of the worst relative error over outputs, input gradients
     and parameter gradients, float64. evidence: one line each, what decided the parameters. why: of a lifted one, why no
-    block stands for it.
+    block stands for it. computes: of each lifted class in it, in lines, what it was seen to compute.
     """
 
     status: ProofStatus
@@ -26,6 +26,7 @@ class Proof(Record):
     error: float | None = None
     evidence: list[str] = Field(default_factory=list)
     why: str = Field(default="", exclude_if=lambda why: not why)
+    computes: dict[str, list[str]] = Field(default_factory=dict, exclude_if=lambda computes: not computes)
 
 
 class BlockSpec(Record):

@@ -317,9 +317,10 @@ class ModelSpec(Record):
         made = self.model_copy(update={"layers": own, "encoder": encoder, "rules": [], "loop": None})
         return made, made.used_kinds
 
-    def build(self) -> nn.CausalLM:
-        """The model that the generated model.py builds, straight from this data. Executes its lifted source, if any."""
-        lifted = classes_of(self.lifted)
+    def build(self, lifted: Mapping[str, type] | None = None) -> nn.CausalLM:
+        """The model that the generated model.py builds, straight from this data. Executes its lifted source, if any,
+        where no other classes are given for it, by name."""
+        lifted = classes_of(self.lifted) if lifted is None else lifted
 
         def built(block: BlockSpec | None) -> Any:
             return None if block is None else block.build(lifted)

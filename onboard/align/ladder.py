@@ -33,12 +33,25 @@ class Rung(Record):
     details: list[str] = Field(default_factory=list)
 
 
+class Float32(Record):
+    """What a module of the reference computes in float32 when it runs in bfloat16, and the block that stands for it.
+    casts: to float32, in one pass. steps: arithmetic that is all in float32. narrow: those of them that the block runs
+    in bfloat16."""
+
+    module: str
+    block: str
+    casts: int
+    steps: list[str]
+    narrow: list[str] = Field(default_factory=list)
+
+
 class Alignment(Record):
-    """blocks: number of distinct blocks by status. hashes: parameter -> content hash of the weights, None where no rung
-    read them."""
+    """blocks: number of distinct blocks by status. float32: what a run in bfloat16 computes in float32, by module.
+    hashes: parameter -> content hash of the weights, None where no rung read them."""
 
     rungs: dict[str, Rung] = Field(default_factory=dict)
     blocks: dict[str, int] = Field(default_factory=dict)
+    float32: list[Float32] = Field(default_factory=list)
     hashes: dict[str, str] | None = None
 
     @property

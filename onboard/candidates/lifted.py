@@ -26,11 +26,12 @@ from dayzero.runtime.weights import Stored
 @dataclass
 class LiftedCandidate(Candidate):
     """A lifted class. reads_tables: whether it is handed rotary tables. replace: path of a module inside -> the block
-    of ours that stands there."""
+    of ours that stands there. at: path of its module in the one that the claim is about."""
 
     lift: Lift | None = None
     reads_tables: bool = False
     replace: dict[str, Candidate] = field(default_factory=dict)
+    at: str = ""
 
     @property
     def lifts(self) -> list[Lift]:
@@ -40,7 +41,7 @@ class LiftedCandidate(Candidate):
         plain = super().below(path)
         replace = {name: candidate.below(path) for name, candidate in self.replace.items()}
         claim = (plain.block, plain.arguments, plain.parameters, plain.when)
-        return LiftedCandidate(*claim, self.lift, self.reads_tables, replace)
+        return LiftedCandidate(*claim, self.lift, self.reads_tables, replace, f"{path}.{self.at}".strip("."))
 
     def describe(self) -> list[str]:
         inside = [f"{path}: {line}" for path, made in self.replace.items() for line in (made.block, *made.describe())]

@@ -37,7 +37,8 @@ class Attempt:
     """One candidate and how it fared. error: worst relative error so far; objection: why it was rejected, if it was.
     thorough: whether it held on the captured input, so that it was tried on others too. why: of the reference's own
     code, why no block stands there. operations: what both sides execute, where it is proven. bound: as of `Verdict`, of
-    the search that it came out of."""
+    the search that it came out of. computes: of lifted classes, in lines, what they were seen to compute. apart:
+    operations that only one side executes, which are then the objection."""
 
     candidate: Candidate
     error: float
@@ -47,6 +48,8 @@ class Attempt:
     why: str = ""
     operations: str = ""
     bound: str = ""
+    computes: dict[str, list[str]] = field(default_factory=dict)
+    apart: bool = False
 
     @property
     def proven(self) -> bool:
@@ -171,7 +174,8 @@ def attempt(
     if wrong := _left(site, block, leaves_all):
         return Attempt(candidate, worst, where, wrong)
     apart = "; ".join(_apart(candidate, site, block))
-    return Attempt(candidate, worst, where, apart, operations="" if apart else site.operations.ledger)
+    operations = "" if apart else site.operations.ledger
+    return Attempt(candidate, worst, where, apart, operations=operations, apart=bool(apart))
 
 
 def _apart(candidate: Candidate, site: Site, block: nn.Module) -> list[str]:

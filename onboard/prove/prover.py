@@ -10,6 +10,7 @@ from torch import nn
 
 from dayzero.onboard.candidates import Candidate, Site, site_of
 from dayzero.onboard.candidates.refit import refitted_to
+from dayzero.onboard.lift.computes import computes
 from dayzero.onboard.lift.lifting import prove_lifted
 from dayzero.onboard.lift.reason import reason
 from dayzero.onboard.oracle.calls import Call, tensors
@@ -145,6 +146,7 @@ class Prover:
             self.known[key] = made
             if made is not None:
                 made.why = why
+                made.computes = {} if self.usual else computes(site, made.candidate)
             else:
                 before = self.unproven.get(path)
                 tried = [*(before.tried if before else []), *(f"{a.candidate.block}: {a.objection}" for a in attempts)]

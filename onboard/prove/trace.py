@@ -5,11 +5,12 @@ mathematics differ in bookkeeping (views, copies, gathers) and in how they spell
 loop over experts); those spellings are named here once. What remains, arithmetic and constants, must be the same.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 # Where several operators spell the same arithmetic: which steps each one is.
@@ -89,11 +90,15 @@ _POWERS = {-0.5: "rsqrt", 0.5: "sqrt", -1.0: "div"}
 @dataclass(frozen=True)
 class Step:
     """One operator as it ran. name: without the underscore of those in place. numbers: its scalar arguments, those
-    that change nothing included. shape: of its first tensor."""
+    that change nothing included. shape: of its first tensor; gives: of its result. reads, dtype: of the
+    floating-point numbers that it reads, and of the widest that it reads or gives, which it computes in."""
 
     name: str
     numbers: tuple[float, ...]
     shape: tuple[int, ...]
+    gives: tuple[int, ...] = field(default=(), compare=False)
+    reads: torch.dtype | None = field(default=None, compare=False)
+    dtype: torch.dtype | None = field(default=None, compare=False)
 
     @property
     def arithmetic(self) -> set[str]:
@@ -136,16 +141,18 @@ class _Recorder(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self.operations = Operations()
+        self.paused = 0  # modules that are running and are none of ours to look into
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
         name = func.overloadpacket.__name__
         plain = name if name in _SPELLINGS else name.rstrip("_")
         output = func(*args, **kwargs)
-        if not _floating(args, output):
+        if self.paused or not _floating(args, output):
             return output
         numbers = tuple(float(arg) for arg in _flat(args) if _is_number(arg))
-        self.operations.sequence.append(Step(plain, numbers, _first_shape(args)))
+        made, read = _first_shape([output]), _widest(args)
+        self.operations.sequence.append(Step(plain, numbers, _first_shape(args), made, read, _widest([args, output])))
         if plain in _OF_A_MASK and all(abs(number) in {0.0, float("inf")} for number in numbers):
             return output
         if plain == "pow" and numbers and numbers[-1] in _POWERS:
@@ -188,6 +195,12 @@ def _first_shape(args: Any) -> tuple[int, ...]:
     return next((tuple(arg.shape) for arg in _flat(args) if isinstance(arg, torch.Tensor)), ())
 
 
+def _widest(values: Any) -> torch.dtype | None:
+    """Of the floating-point tensors, the dtype of most bits."""
+    held = [x.dtype for x in _flat(values) if isinstance(x, torch.Tensor) and x.is_floating_point()]
+    return max(held, key=lambda dtype: dtype.itemsize, default=None)
+
+
 def _floating(args: Any, output: Any) -> bool:
     flat = [*args, *(output if isinstance(output, (tuple, list)) else (output,))]
     return any(isinstance(x, torch.Tensor) and x.is_floating_point() and x.numel() > 0 for x in flat)
@@ -205,6 +218,52 @@ def trace(function: Callable[[], Any]) -> Operations:
         finally:
             _RUNNING.pop()
     return recorder.operations
+
+
+def trace_around(function: Callable[[], Any], inside: Mapping[str, nn.Module]) -> Operations:
+    """The operations of one call, but for those of the modules in `inside`, each of whose calls is one step by the name
+    that it has there."""
+    with torch.no_grad(), _Recorder() as recorder:
+        handles = []
+        for name, module in inside.items():
+
+            def enter(module: nn.Module, args: Any) -> None:
+                recorder.paused += 1
+
+            def leave(module: nn.Module, args: Any, output: Any, name: str = name) -> None:
+                recorder.paused -= 1
+                recorder.operations.sequence.append(Step(name, (), _first_shape(args), _first_shape([output])))
+
+            handles += [module.register_forward_pre_hook(enter), module.register_forward_hook(leave)]
+        try:
+            function()
+        finally:
+            for handle in handles:
+                handle.remove()
+    return recorder.operations
+
+
+def trace_modules(model: nn.Module, function: Callable[[], Any]) -> dict[str, list[Step]]:
+    """The operators of one call by the path of the module that ran them; a module's are also those of its holders."""
+    found: dict[str, list[Step]] = {}
+    open_calls: list[int] = []
+    handles = []
+    with torch.no_grad(), _Recorder() as recorder:
+        for path, module in model.named_modules():
+
+            def enter(module: nn.Module, args: Any) -> None:
+                open_calls.append(len(recorder.operations.sequence))
+
+            def leave(module: nn.Module, args: Any, output: Any, path: str = path) -> None:
+                found.setdefault(path, []).extend(recorder.operations.sequence[open_calls.pop() :])
+
+            handles += [module.register_forward_pre_hook(enter), module.register_forward_hook(leave)]
+        try:
+            function()
+        finally:
+            for handle in handles:
+                handle.remove()
+    return found
 
 
 def forget() -> None:

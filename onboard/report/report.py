@@ -34,12 +34,14 @@ _COLOURS = ("blue", "teal", "amber", "violet", "green", "red", "soft")
 
 class Findings(Record):
     """What onboarding learnt beside the specification. claims: what the config states and no code reads.
-    ignored_config: field -> reason, from decisions.yaml. replaced: what of the reference's code was replaced."""
+    ignored_config: field -> reason, from decisions.yaml. replaced: what of the reference's code was replaced. custom:
+    hand-written operators that the ladder was climbed with -> their sha256."""
 
     interventions: list[Intervention] = Field(default_factory=list)
     claims: list[Claim] = Field(default_factory=list)
     ignored_config: dict[str, str] = Field(default_factory=dict)
     replaced: list[str] = Field(default_factory=list)
+    custom: dict[str, str] = Field(default_factory=dict, exclude_if=lambda custom: not custom)
 
 
 def _error(value: float) -> str:

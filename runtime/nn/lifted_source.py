@@ -7,7 +7,6 @@ import inspect
 import linecache
 import types
 from collections.abc import Mapping
-from pathlib import Path
 
 # What lifted source may import, by the first part of the name; of our own, `runtime.nn.upstream` alone.
 IMPORTS = {
@@ -56,8 +55,3 @@ def classes_of(source: str) -> Mapping[str, type]:
         for held in vars(module).values()
         if inspect.isclass(held) and held.__module__ == name
     }  # fmt: skip
-
-
-def beside(file: str) -> types.SimpleNamespace:
-    """The classes of lifted.py in the folder of `file`, for the model.py of a package."""
-    return types.SimpleNamespace(**classes_of(Path(file).with_name("lifted.py").read_text(encoding="utf-8")))
