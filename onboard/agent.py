@@ -20,7 +20,7 @@ import torch
 from pydantic import BaseModel
 
 from dayzero.onboard.align import Alignment, Rung, blocks_rung, coverage_rung, model_rung
-from dayzero.onboard.align.ladder import THRESHOLDS, Float32, judge
+from dayzero.onboard.align.ladder import THRESHOLDS, Float32, judge, not_compared
 from dayzero.onboard.align.model import CannotLoad, real_weights_error
 from dayzero.onboard.align.precision import float32_steps
 from dayzero.onboard.by_rules.specify import specify_by_rules
@@ -71,12 +71,14 @@ class Progress(BaseModel):
 
 
 class Outcome(BaseModel):
-    """What became of a run. unproven: why there is no package, [] if there is one."""
+    """What became of a run. unproven: why there is no package, [] if there is one. unverified: why nothing of it was
+    compared with a reference, "" where it was."""
 
     package: Path
     ledger: Ledger | None
     alignment: Alignment
     unproven: list[dict[str, Any]]
+    unverified: str = ""
 
 
 def real_shapes(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
@@ -88,19 +90,22 @@ def real_shapes(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
 def specify_checkpoint(
     checkpoint: Checkpoint, name: str, decisions: dict[str, Any], tell: Callable[[str], None]
 ) -> tuple[Specification, Ledger]:
-    """The specification and the settled ledger. Raises NotProven for anything that stays open, InputError where config
-    and tensors disagree."""
+    """The specification and the settled ledger. Without a reference rules decide, and nothing is proven. Raises
+    NotProven for anything that stays open, InputError where config and tensors disagree."""
     if layouts := unread_layouts(checkpoint.headers):
         raise NotProven([Unproven(*place_and_reason(layout, names)) for layout, names in layouts.items()])
     if checkpoint.quantization and not quantised_groups(checkpoint.headers):
         method = str(checkpoint.quantization.get("quant_method", "an unnamed method"))
         why = f"weights are quantised ({method}), and no decoder here reads them"
         raise NotProven([Unproven("config.json: quantization_config", why)])
-    _refuse_own_code(checkpoint)
-    specification = specify(checkpoint.config, checkpoint.identity(), name, tell, checkpoint.headers)
+    ignored = decisions.get("ignore_config") or {}
+    if why := _no_reference(checkpoint):
+        tell(f"{why}: rules decide, and nothing is verified")
+        specification = specify_by_rules(checkpoint, classify(checkpoint), name, why, ignored)
+    else:
+        specification = specify(checkpoint.config, checkpoint.identity(), name, tell, checkpoint.headers)
     shapes, others = real_shapes(specification.spec), fates(specification.idle, specification.tables)
     ledger = settle(classify(checkpoint), checkpoint, specification.spec, shapes, specification.towers, others)
-    ignored = decisions.get("ignore_config") or {}
     unread = [field for field in specification.unread if field not in ignored]
     claims = [claim for claim in specification.claims if not {claim.field, claim.field.split(".")[0]} & ignored.keys()]
     harmless = [finding for claim in claims for finding in _harmless(claim)]
@@ -152,17 +157,22 @@ def _harmless(claim: Claim) -> Iterator[Finding]:
         yield finding("contradiction", what, claim.proven)
 
 
-def _refuse_own_code(checkpoint: Checkpoint) -> None:
-    """Raises NotProven where only code that came with the checkpoint could be the reference, and may not be run."""
+def _no_reference(checkpoint: Checkpoint) -> str:
+    """Why nothing could be the reference, "" where there is one. Raises NotProven where only code that came with the
+    checkpoint could be it, and may not be run."""
     code = remote_code.remote_code(checkpoint.path, checkpoint.config)
-    if code is None or remote_code.current() is not None:
-        return
+    if remote_code.current() is not None:
+        return ""
     try:
         model_class(load_config(checkpoint.config), list(checkpoint.config.get("architectures") or []))
     except UnknownArchitecture as error:
+        if code is None:
+            return str(error)
         files = ", ".join(remote_code.files_to_run(checkpoint.path, code))
         why = f"{error}; --trust-remote-code would run the checkpoint's own code in a sandbox: {files}"
-        raise NotProven([Unproven("config.json: auto_map", why)]) from None
+        todo = "without auto_map in config.json, rules decide, and nothing of the package is verified"
+        raise NotProven([Unproven("config.json: auto_map", why, todo=todo)]) from None
+    return ""
 
 
 def _open_tensors(names: list[str]) -> list[Unproven]:
@@ -208,6 +218,11 @@ def climb(
     rungs: dict[str, Rung] = {}
     tell("L0: every tensor in and out")
     rungs["L0"], hashes = coverage_rung(checkpoint, ledger, specification.spec, count, specification.tables)
+    if specification.unverified:
+        for name in ("L1", "L2"):
+            rungs[name] = not_compared(f"no reference: {specification.unverified}", THRESHOLDS[name])
+        blocks = {"proven": 0, "lifted": 0, "unverified": len(specification.spec.blocks())}
+        return Alignment(rungs=rungs, blocks=blocks, hashes=hashes)
     tell("L1: every block against its module")
     rungs["L1"], float32 = _blocks_rung(specification, custom)
     tell("L2: the generated model against the reference")
@@ -442,13 +457,14 @@ def execute(run: Run) -> Iterator[Progress | Outcome]:
             unproven = graph.get_state(config).values.get("unproven") or []
         alignment = Alignment() if unproven else run.load("alignment", Alignment)
         ledger = None if unproven else run.load("ledger", Ledger)
+        unverified = "" if unproven else run.load("specification", Specification).unverified
     except Stopped:
         raise KeyboardInterrupt from None
     except InputError:
         _forget(run)
         raise
     _forget(run)
-    yield Outcome(package=run.target, ledger=ledger, alignment=alignment, unproven=unproven)
+    yield Outcome(package=run.target, ledger=ledger, alignment=alignment, unproven=unproven, unverified=unverified)
 
 
 @contextlib.contextmanager

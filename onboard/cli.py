@@ -112,6 +112,7 @@ def _run(
     align: bool,
 ) -> None:
     from dayzero.onboard.agent import Outcome, Run, execute
+    from dayzero.onboard.by_rules import NOTICE
     from dayzero.onboard.install import refuse_foreign
     from dayzero.onboard.progress import show
 
@@ -129,7 +130,9 @@ def _run(
         _last_line(as_json, {"command": command, "ok": False, "verdict": "UNPROVEN", "unproven": outcome.unproven})
         raise Verdict
     verdict = outcome.alignment.verdict if align else "UNVERIFIED"
-    ok = verdict in {"PASS", "WARN"} or not align
+    ok = not outcome.unverified and (verdict in {"PASS", "WARN"} or not align)
+    if outcome.unverified:
+        print(NOTICE)
     _print_alignment(outcome.alignment)
     print(f"{outcome.package}: {verdict}")
     print(f"read {outcome.package / 'REPORT.md'}, or open report.html beside it")
@@ -216,6 +219,7 @@ def plan(
 def _spec_of(source: Path, trust: bool, unsafe: bool) -> Any:
     """The specification of a package, or of a checkpoint, proven now."""
     from dayzero.onboard.agent import specify_checkpoint
+    from dayzero.onboard.by_rules import NOTICE
     from dayzero.onboard.checkpoint import read_checkpoint
     from dayzero.onboard.prove.proven import NotProven
 
@@ -229,7 +233,10 @@ def _spec_of(source: Path, trust: bool, unsafe: bool) -> Any:
             from dayzero.onboard.oracle.confined import specify_confined
 
             return specify_confined(source, name, lambda line: None, unsafe)
-        return specify_checkpoint(checkpoint, name, {}, lambda line: None)[0].spec
+        spec = specify_checkpoint(checkpoint, name, {}, lambda line: None)[0].spec
+        if spec.unverified:
+            print(NOTICE, file=sys.stderr)
+        return spec
     except NotProven as error:
         _print_unproven([vars(item) for item in error.unproven])
         raise Verdict from None

@@ -121,8 +121,10 @@ def _argument(block: BlockSpec, name: str, value: Any) -> str:
 def proof_line(block: BlockSpec) -> str:
     """The comment over a block: which module it stands for and how well."""
     proof = block.proof
-    if proof is None or proof.error is None:
+    if proof is None:
         return "# UNVERIFIED"
+    if proof.error is None:
+        return f"# {_word(proof.module)}: UNVERIFIED"
     return f"# {_word(proof.module)}: {_word(proof.status)}, differs by less than {proof.error:.0e}"
 
 

@@ -79,7 +79,8 @@ class Specification(Record):
     tensors that the reference has no use for when it reads text. replaced: what of the reference's own code was
     replaced so that it could be proven against, one line each. contradictions: module of the reference that does not
     compute what it says, and was copied as it is -> what is wrong with it. idle, tables: rules for tensors of the real
-    reference of which it does not read all, or that it computes itself."""
+    reference of which it does not read all, or that it computes itself. unverified: why there is no reference, "" where
+    there is one; without it rules decided (`by_rules`), and shrunk is the real model."""
 
     spec: ModelSpec
     shrunk: ModelSpec
@@ -93,6 +94,7 @@ class Specification(Record):
     idle: list[RuleSpec] = Field(default_factory=list)
     tables: list[RuleSpec] = Field(default_factory=list)
     contradictions: dict[str, str] = Field(default_factory=dict)
+    unverified: str = ""
 
 
 def specify(

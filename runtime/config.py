@@ -36,6 +36,9 @@ class Train(Section):
         default=3, ge=0, description="steps in a row that are left out for a loss that is no number"
     )
     timeout: float = Field(default=30.0, gt=0, description="minutes that a rank waits for the others")
+    allow_unverified: bool = Field(
+        default=False, description="train a package although nothing of it was compared with a reference"
+    )
 
 
 class Data(Section):

@@ -77,7 +77,9 @@ def prepare(
     before = _record_of(run) if resume else {}
     file, overrides = made.folder / "train.yaml", list(overrides)
     config = load_config(before.get("config", file if file.is_file() else None), overrides)
+    warning = _unverified(made, config)
     config, plan, notes = _settled(made, config, world)
+    notes = [*warning, *notes]
     tp, cp = sharing(config)
     config, more = _same_batches(config, overrides, before.get("batches_per_step"), max(1, world // (tp * cp)))
     notes += more
@@ -122,6 +124,25 @@ def prepare(
         record.write_text(json.dumps(_record(job), indent=1) + "\n")
         record.replace(run / "run.json")
     return job
+
+
+def _unverified(package: Package, config: TrainConfig) -> list[str]:
+    """What to tell the user of a package that nothing was compared with. Raises InputError where they do not say that
+    it is to be trained all the same."""
+    if package.verdict != "UNVERIFIED" and not package.spec.unverified:
+        return []
+    report = package.folder / "REPORT.md"
+    if not config.train.allow_unverified:
+        raise InputError(
+            str(package.folder),
+            found="an UNVERIFIED package: nothing was compared with a reference",
+            expected="one that reproduces its reference",
+            hint=f"Read {report}. To train it all the same: --set train.allow_unverified=true",
+        )
+    return [
+        "WARNING: this package is UNVERIFIED. Nothing was compared with a reference: what is trained may be another "
+        f"model than the checkpoint's. Read {report}"
+    ]
 
 
 def meta_model(package: Package, config: TrainConfig) -> CausalLM:

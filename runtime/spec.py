@@ -264,6 +264,11 @@ class ModelSpec(Record):
         return min(count for count in rows if count is not None)
 
     @property
+    def unverified(self) -> bool:
+        """Whether there are blocks that nothing was compared with: onboarding had no reference."""
+        return any(block.proof is not None and block.proof.status == "unverified" for block in self.blocks())
+
+    @property
     def layer_count(self) -> int:
         return sum(run.count for run in self.layers)
 

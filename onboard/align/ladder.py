@@ -76,12 +76,17 @@ class Alignment(Record):
 def judge(errors: dict[str, float], threshold: float) -> Rung:
     """A rung from named errors. NaN and nothing at all never pass."""
     if not errors:
-        return Rung(verdict="UNVERIFIED", worst=math.inf, threshold=threshold, where="nothing was compared")
+        return not_compared("nothing was compared", threshold)
     where = max(errors, key=lambda name: (not math.isfinite(errors[name]), errors[name]))
     worst = errors[where] if math.isfinite(errors[where]) else math.inf
     details = [f"{name}: {error:.2e}" for name, error in errors.items()]
     verdict: Verdict = "PASS" if worst <= threshold else "FAIL"
     return Rung(verdict=verdict, worst=worst, threshold=threshold, where=where, details=details)
+
+
+def not_compared(why: str, threshold: float) -> Rung:
+    """A rung that has nothing to stand on."""
+    return Rung(verdict="UNVERIFIED", worst=math.inf, threshold=threshold, where=why)
 
 
 def rounded_up(error: float) -> float:

@@ -2,6 +2,7 @@
 
 from typing import Any
 
+from dayzero.onboard.by_rules import ASSUMED
 from dayzero.onboard.inspect.tensor_names import ranges
 from dayzero.runtime.nn import BLOCKS
 from dayzero.runtime.spec import BlockSpec, LayerKind, ModelSpec, PartSpec
@@ -151,6 +152,16 @@ def uses(spec: ModelSpec) -> list[tuple[BlockSpec, str]]:
         rest += [("last norm of the encoder", spec.encoder.norm), ("positions of the encoder", spec.encoder.positions)]
     rest += [(f"rotary table {number}", rotary) for number, rotary in enumerate(spec.rotaries)]
     return [*made, *((block, name) for name, block in rest if block is not None)]
+
+
+def assumed(spec: ModelSpec) -> list[tuple[str, str]]:
+    """(what rules took for granted, where) of a model that was made without a reference."""
+    found: dict[str, list[str]] = {}
+    for block, where in uses(spec):
+        for line in block.proof.evidence if block.proof else ():
+            if line.startswith(ASSUMED):
+                found.setdefault(line.removeprefix(ASSUMED), []).append(where)
+    return [(line, "; ".join(places)) for line, places in found.items()]
 
 
 def _where(places: dict[str, list[int]]) -> str:

@@ -12,6 +12,7 @@ from pydantic import Field
 import dayzero.templates
 from dayzero.onboard.align import Alignment
 from dayzero.onboard.align.ladder import TITLES
+from dayzero.onboard.by_rules import NOTICE
 from dayzero.onboard.claims import Claim
 from dayzero.onboard.inspect.classify import Ledger
 from dayzero.onboard.prove.interventions import Intervention
@@ -95,6 +96,7 @@ def _content(spec: ModelSpec, ledger: Ledger, plan: Plan, findings: Findings, al
             "block": report_layers.title(block),
             "where": where,
             "call": call(block),
+            "status": block.proof.status if block.proof else "unverified",
             "error": block.proof.error if block.proof and block.proof.error is not None else float("inf"),
             "evidence": block.proof.evidence if block.proof else [],
         }
@@ -105,6 +107,8 @@ def _content(spec: ModelSpec, ledger: Ledger, plan: Plan, findings: Findings, al
     routed = sum(part["parameters"] for part in budget if part["role"] == "expert")
     return {
         "spec": spec,
+        "notice": NOTICE,
+        "assumed": report_layers.assumed(spec),
         "version": VERSION,
         "ledger": ledger,
         "plan": plan,
