@@ -231,7 +231,8 @@ def _block(attempt: Attempt, module: nn.Module, config: Any, path: str) -> Block
 def _executed(attempt: Attempt) -> list[str]:
     """The ledger of what the block and its module were both seen to execute, and what of the search was left undone."""
     executed = [f"on the small model both execute {attempt.operations}"] if attempt.operations else []
-    return executed + ([attempt.bound] if attempt.bound else [])
+    skipped = f"not compared, since the reference gives nothing finite: {attempt.skipped}" if attempt.skipped else ""
+    return executed + [line for line in (attempt.bound, skipped) if line]
 
 
 def load_reference(model: nn.Module, reference: nn.Module, proven: Proven) -> None:

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from pydantic import Field
 from torch import nn
+from torch.autograd.graph import allow_mutation_on_saved_tensors
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from dayzero.onboard.candidates import Candidate
@@ -21,6 +22,7 @@ from dayzero.onboard.composition import encoder_follows, load_reference, specifi
 from dayzero.onboard.config_fields import IRRELEVANT, RENAMED
 from dayzero.onboard.inspect.tensor_names import ranges
 from dayzero.onboard.oracle.documents import documents
+from dayzero.onboard.oracle.gradients import overwrites
 from dayzero.onboard.oracle.reference import (
     UnknownArchitecture,
     build,
@@ -206,7 +208,7 @@ def specify(
         towers=sorted({numberless(name) for name in towers}),
         idle=idle_rules,
         tables=table_rules,
-        replaced=[*replaced(reference), *filter(None, [fails_on_text(reference)])],
+        replaced=[*replaced(reference), *filter(None, [fails_on_text(reference), overwrites(reference, ids)])],
         contradictions=proven.contradictions,
     )
 
@@ -266,7 +268,7 @@ def idle_on_text(
     text = next((path for path, module in reference.named_modules() if module is text_model(reference)), "")
     outside = {name for name in state if text and not name.startswith(text + ".")}
     apart = outside | {name for name in state if name.rpartition(".")[0] not in calls.keys() | parents}
-    with torch.enable_grad():
+    with torch.enable_grad(), allow_mutation_on_saved_tensors():
         run(reference, ids).sum().backward()
     used = {name for name, parameter in reference.named_parameters() if parameter.grad is not None}
     reference.zero_grad()

@@ -24,6 +24,7 @@ from dayzero.onboard.align.ladder import THRESHOLDS, Rung, judge
 from dayzero.onboard.align.loading import NotLoaded, load
 from dayzero.onboard.checkpoint import Checkpoint
 from dayzero.onboard.oracle import remote_code
+from dayzero.onboard.oracle.gradients import gradients
 from dayzero.onboard.oracle.reference import (
     Promote,
     build,
@@ -198,21 +199,24 @@ def _reference_pass(
     among: Collection[nn.Module | None],
     dtype: torch.dtype,
 ) -> dict[str, Any]:
-    parts, start = [], 0
-    for document in documents:
-        mine = [choice[start : start + len(document)] for choice in forced or []]
-        force = ForceTopK(mine, like, among) if forced is not None else None
-        with _promoting(dtype), force or contextlib.nullcontext():
-            parts.append(logits_of(model, document[None])[0])
-        if force is not None and force.calls != len(mine):
-            raise RuntimeError(f"the reference selected {force.calls} times, ours does {len(mine)} times")
-        start += len(document)
-    logits = torch.cat(parts)
-    loss = _loss(logits, documents)
+    parts: list[Tensor] = []
+
+    def loss() -> Tensor:
+        parts.clear()
+        start = 0
+        for document in documents:
+            mine = [choice[start : start + len(document)] for choice in forced or []]
+            force = ForceTopK(mine, like, among) if forced is not None else None
+            with _promoting(dtype), force or contextlib.nullcontext():
+                parts.append(logits_of(model, document[None])[0])
+            if force is not None and force.calls != len(mine):
+                raise RuntimeError(f"the reference selected {force.calls} times, ours does {len(mine)} times")
+            start += len(document)
+        return _loss(torch.cat(parts), documents)
+
     names = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
-    grads = torch.autograd.grad(loss, list(names.values()), allow_unused=True, materialize_grads=True)
-    gradients = dict(zip(names, grads, strict=True))
-    return {"logits": logits.detach(), "loss": loss.detach(), "gradients": gradients}
+    value, grads = gradients(loss, list(names.values()))
+    return {"logits": torch.cat(parts).detach(), "loss": value, "gradients": dict(zip(names, grads, strict=True))}
 
 
 def _promoting(dtype: torch.dtype) -> contextlib.AbstractContextManager:

@@ -6,7 +6,7 @@ execute the same operations with the same constants.
 """
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -16,8 +16,10 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from dayzero.onboard.candidates import Candidate, Site, propose
 from dayzero.onboard.candidates.stops import Cut
 from dayzero.onboard.oracle.calls import join
-from dayzero.onboard.oracle.reference import never_trained, redraw, state_of
+from dayzero.onboard.oracle.gradients import Gradients, as_trained, gradients
+from dayzero.onboard.oracle.reference import redraw, state_of
 from dayzero.onboard.prove.trace import trace
+from dayzero.onboard.prove.trials import CAPTURED, NOTHING_FINITE, Compared, trials
 from dayzero.onboard.structure.chains import ChainCall
 from dayzero.onboard.structure.left import as_shared, left_behind
 from dayzero.runtime.nn import Context
@@ -28,7 +30,6 @@ from dayzero.runtime.nn.latent_attention import LATENTS
 TOLERANCE = 1e-9  # relative, float64
 _ROUNDING = 1e-12  # what sums in another order leave; errors below are all written down as this
 BOUND = 400  # candidates looked at for one module
-_INPUT_SCALES = (0.3, 1.0, 5.0, 30.0)
 _WEIGHT_GAINS = (1.0, 2.5)
 
 
@@ -38,7 +39,8 @@ class Attempt:
     thorough: whether it held on the captured input, so that it was tried on others too. why: of the reference's own
     code, why no block stands there. operations: what both sides execute, where it is proven. bound: as of `Verdict`, of
     the search that it came out of. computes: of lifted classes, in lines, what they were seen to compute. apart:
-    operations that only one side executes, which are then the objection."""
+    operations that only one side executes, which are then the objection. skipped: inputs on which nothing could be
+    compared, of how many, in one line."""
 
     candidate: Candidate
     error: float
@@ -50,6 +52,7 @@ class Attempt:
     bound: str = ""
     computes: dict[str, list[str]] = field(default_factory=dict)
     apart: bool = False
+    skipped: str = ""
 
     @property
     def proven(self) -> bool:
@@ -117,7 +120,7 @@ def prove(role: str, site: Site, generator: torch.Generator) -> Verdict:
     for rival in rivals:
         final = attempt(rival.candidate, site, generator, thorough=True)
         rival.error, rival.where, rival.objection = max(rival.error, final.error), final.where, final.objection
-        rival.thorough, rival.operations = True, final.operations
+        rival.thorough, rival.operations, rival.skipped = True, final.operations, final.skipped
     return verdict
 
 
@@ -142,22 +145,24 @@ def attempt(
     if not thorough:
         with torch.no_grad():
             error = _load(block, candidate, site) or _forward_error(site, block)
-        objection = "" if error <= TOLERANCE else f"output misses by {error:.1e} on the captured input"
-        return Attempt(candidate, error, "captured input", objection)
+        objection = "" if error <= TOLERANCE else f"output misses by {error:.1e} on the {CAPTURED}"
+        return Attempt(candidate, error, CAPTURED, objection)
     saved = {name: tensor.clone() for name, tensor in state_of(site.module).items()}
-    worst, where = 0.0, "captured input"
+    worst, where = 0.0, CAPTURED
+    compared = Compared()
     try:
-        for name, hidden, gain in _trials(site, generator, gains):
-            if gain is not None:
-                redraw(site.module, generator, gain)
+        for trial in trials(site, generator, gains):
+            if trial.gain is not None:
+                redraw(site.module, generator, trial.gain)
             if _load(block, candidate, site):
-                return Attempt(candidate, float("inf"), name, "its parameters are not those of the module")
-            found = errors(site, candidate, block, hidden, generator)
-            if not found and name == "captured input":
-                return Attempt(candidate, float("inf"), name, "the module itself gives no finite output for it")
+                return Attempt(candidate, float("inf"), trial.name, "its parameters are not those of the module")
+            found = errors(site, candidate, block, trial.hidden, generator)
+            if not found and trial.kind == CAPTURED:
+                return Attempt(candidate, float("inf"), CAPTURED, NOTHING_FINITE)
+            compared.add(trial, found)
             for what, error in found.items():
                 if error > worst:
-                    worst, where = error, f"{what}, {name}"
+                    worst, where = error, f"{what}, {trial.name}"
             if not worst <= TOLERANCE:
                 return Attempt(candidate, worst, where, f"{where} misses by {worst:.1e}")
     except (RuntimeError, ValueError, IndexError) as error:
@@ -166,6 +171,8 @@ def attempt(
         with torch.no_grad():
             for name, tensor in state_of(site.module).items():
                 tensor.copy_(saved[name])
+    if missing := compared.missing(block):
+        return Attempt(candidate, worst, where, missing)
     _load(block, candidate, site)
     with torch.no_grad():  # a block may take another way where nothing is trained
         error = _forward_error(site, block)
@@ -175,7 +182,7 @@ def attempt(
         return Attempt(candidate, worst, where, wrong)
     apart = "; ".join(_apart(candidate, site, block))
     operations = "" if apart else site.operations.ledger
-    return Attempt(candidate, worst, where, apart, operations=operations, apart=bool(apart))
+    return Attempt(candidate, worst, where, apart, operations=operations, apart=bool(apart), skipped=compared.skipped)
 
 
 def _apart(candidate: Candidate, site: Site, block: nn.Module) -> list[str]:
@@ -227,38 +234,6 @@ def _without_lengths(site: Site, lines: list[str]) -> list[str]:
     return [line for line in lines if line not in lengths]
 
 
-def _trials(
-    site: Site, generator: torch.Generator, gains: Sequence[float]
-) -> Iterator[tuple[str, Tensor, float | None]]:
-    """(name, hidden input, gain to redraw the weights with before, None to keep them)."""
-    yield "captured input", site.call.hidden, None
-    for gain in gains:
-        for position, scale in enumerate((*_INPUT_SCALES, *_beyond_limits(site))):
-            hidden = torch.randn(site.call.hidden.shape, generator=generator, dtype=torch.float64) * scale
-            yield f"input x{scale:g}, weights x{gain:g}", hidden, gain if position == 0 else None
-    # Selection biases that rise or fall with the class: the last or the first are chosen whatever their scores are.
-    for name, order in (("rising", 1.0), ("falling", -1.0)) if never_trained(site.module) else ():
-        for vector in never_trained(site.module):
-            ramp = torch.linspace(-order, order, vector.numel(), dtype=torch.float64)
-            vector.copy_(ramp.reshape(vector.shape))
-        hidden = torch.randn(site.call.hidden.shape, generator=generator, dtype=torch.float64)
-        yield f"input x1, biases {name}", hidden, None
-    # Biases far from zero and close together: rounded to fewer digits, as bfloat16 would, they are all the same.
-    if never_trained(site.module):
-        for vector in never_trained(site.module):
-            ramp = 1024 + torch.linspace(-0.4, 0.4, vector.numel(), dtype=torch.float64)
-            vector.copy_(ramp.reshape(vector.shape))
-        hidden = torch.randn(site.call.hidden.shape, generator=generator, dtype=torch.float64)
-        yield "input x1, biases close together", hidden, None
-
-
-def _beyond_limits(site: Site) -> list[float]:
-    """Input scales at which the large limits of the trace are passed; the small ones are passed anyway."""
-    if "clamp" not in site.operations.steps:
-        return []
-    return [3 * value for value in sorted(site.operations.constants) if 10 < value < 1e12]
-
-
 def _load(block: nn.Module, candidate: Candidate, site: Site) -> float:
     """Copies the module's parameters and saved buffers into the block. Infinity where they do not fit, else 0."""
     try:
@@ -296,10 +271,10 @@ def errors(
     """
     cotangent = torch.randn(site.call.result.shape, generator=generator, dtype=torch.float64)
     last_bit = 1.0 + torch.randint(-1, 2, hidden.shape, generator=generator).double() * 2.0**-52
-    theirs = _outputs(site.call.replay, site.module, hidden, cotangent)
+    theirs = _outputs(site.call.replay, site.module, hidden, cotangent, gradients)
     if not bool(theirs.output.isfinite().all()):
         return {}
-    ours = _outputs(block_function(site, block), block, hidden, cotangent)
+    ours = _outputs(block_function(site, block), block, hidden, cotangent, as_trained)
     sizes = [float(torch.linalg.vector_norm(grad)) for grad in theirs.gradients.values()]
     floors = 1e-6 * float(cotangent.norm()), 1e-6 * max(sizes, default=0.0)
 
@@ -316,7 +291,7 @@ def errors(
 
     found = misses(ours)
     if not max(found.values()) <= _ROUNDING:
-        moved = _outputs(site.call.replay, site.module, hidden * last_bit, cotangent)
+        moved = _outputs(site.call.replay, site.module, hidden * last_bit, cotangent, gradients)
         moved.gradients = candidate.values(moved.gradients, ours.gradients)
         noise = misses(moved)
         found = {what: error for what, error in found.items() if what == "output" or not noise[what] > TOLERANCE / 10}
@@ -334,12 +309,12 @@ class _Outputs:
     gradients: dict[str, Tensor]
 
 
-def _outputs(function: Callable[[Tensor], Tensor], module: nn.Module, hidden: Tensor, cotangent: Tensor) -> _Outputs:
+def _outputs(
+    function: Callable[[Tensor], Tensor], module: nn.Module, hidden: Tensor, cotangent: Tensor, differentiate: Gradients
+) -> _Outputs:
     """The function's output and its gradients; a parameter that it does not reach has gradient zero."""
     hidden = hidden.detach().clone().requires_grad_(True)
     # A selection bias, whether a buffer or a parameter that no optimizer sees, has no gradient on either side.
     parameters = {name: parameter for name, parameter in module.named_parameters() if parameter.requires_grad}
-    output = function(hidden)
-    inputs = [hidden, *parameters.values()]
-    grads = torch.autograd.grad(output, inputs, cotangent, allow_unused=True, materialize_grads=True)
-    return _Outputs(output.detach(), grads[0], dict(zip(parameters, grads[1:], strict=True)))
+    output, grads = differentiate(lambda: function(hidden), [hidden, *parameters.values()], cotangent)
+    return _Outputs(output, grads[0], dict(zip(parameters, grads[1:], strict=True)))

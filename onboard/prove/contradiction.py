@@ -1,11 +1,11 @@
 """Notices a mixture of experts that does not compute what its own router says: reported, never fitted."""
 
-import torch
 from torch import Tensor
 
 from dayzero.onboard.candidates.evidence import Site
 from dayzero.onboard.candidates.expert_banks import Bank, banks
 from dayzero.onboard.oracle.calls import tensors
+from dayzero.onboard.oracle.gradients import gradients
 
 
 def contradiction(site: Site) -> str | None:
@@ -43,9 +43,8 @@ def _chosen(site: Site, bank: Bank) -> set[int]:
 def _used(site: Site, bank: Bank) -> set[int]:
     """Experts whose parameters have a gradient that is not zero."""
     parameters = {name: p for name, p in site.module.named_parameters() if name in bank.parameters and p.requires_grad}
-    output = site.call.replay(site.call.hidden)
-    grads = torch.autograd.grad(output.square().sum(), list(parameters.values()), allow_unused=True)
-    by_name = {name: grad for name, grad in zip(parameters, grads, strict=True) if grad is not None}
+    _, grads = gradients(lambda: site.call.replay(site.call.hidden).square().sum(), list(parameters.values()))
+    by_name = dict(zip(parameters, grads, strict=True))
     return {number for number in range(bank.experts) if any(_of_expert(bank, by_name, number))}
 
 

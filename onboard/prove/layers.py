@@ -205,8 +205,9 @@ def _prove_stream_layer(prover: Prover, rotaries: Rotaries, layer: str, signatur
             inside: dict[str, Any] = {name: attempt.candidate.below(wanted[name]) for name, attempt in held.items()}
             none = {} if item.norm else {"norm": literal(None, "no module between")}
             executed = "; ".join(f"{name}: {attempt.operations}" for name, attempt in held.items())
+            skipped = "; ".join(f"{name}: {attempt.skipped}" for name, attempt in held.items() if attempt.skipped)
             candidate = Candidate("HyperConnected", {**inside, **none}, {})
-            chosen = replace(worst, candidate=candidate, operations=executed)
+            chosen = replace(worst, candidate=candidate, operations=executed, skipped=skipped)
             unit = Unit(item.name, "", item.name, reads)
             reads = {item.name: 1.0}
         uses = uses_tables(chosen.candidate)

@@ -28,7 +28,7 @@ from dayzero.onboard.composition import load_reference, specification_of
 from dayzero.onboard.oracle.calls import record_calls
 from dayzero.onboard.oracle.documents import documents
 from dayzero.onboard.oracle.reference import build, never_trained, on_disk, redraw, run, state_of, text_config
-from dayzero.onboard.prove.block import TOLERANCE, block_function, errors, relative_error
+from dayzero.onboard.prove.block import TOLERANCE, errors, relative_error
 from dayzero.onboard.prove.interventions import varied_fields
 from dayzero.onboard.prove.model import prove_model
 from dayzero.onboard.prove.proven import NotProven, Proven
@@ -42,6 +42,7 @@ from dayzero.runtime.weights import bind
 
 # What a reference raises for a config that it does not take, or ours for sizes that its evidence does not give.
 REFUSALS = (InputError, RuntimeError, TypeError, ValueError, AttributeError, KeyError, IndexError, ZeroDivisionError)
+_NEVER_SATURATED = ("input x0.1", "input x1.0")
 _WHOLE, _NO_MODEL = "logits", "the same evidence makes no model"
 
 
@@ -106,7 +107,7 @@ def misses(held: Onboarded, seed: int) -> tuple[list[str], int]:
     return lines, blocks
 
 
-def misses_of(place: Place, site: Site, generator: torch.Generator, gradients: bool = True) -> list[str]:
+def misses_of(place: Place, site: Site, generator: torch.Generator) -> list[str]:
     """The same of one block."""
     lines = []
     candidate = as_candidate(place, site)
@@ -117,11 +118,9 @@ def misses_of(place: Place, site: Site, generator: torch.Generator, gradients: b
         with torch.no_grad():
             for ours, value in candidate.values(state_of(site.module)).items():
                 held[ours].copy_(value)
-        if gradients:
-            found = errors(site, candidate, block, hidden, generator)
-        else:
-            with torch.no_grad():
-                found = {"output": relative_error(block_function(site, block)(hidden), site.call.replay(hidden))}
+        found = errors(site, candidate, block, hidden, generator)
+        if not found and name in _NEVER_SATURATED:
+            lines.append(f"{place.both}, {name}: the module gives nothing finite to compare with")
         lines += [
             f"{place.both}, {name}: {what} misses by {error:.1e}"
             for what, error in found.items()
@@ -188,23 +187,8 @@ def _misses_beside(pair: SideBySide, held: Onboarded | None, field: str, logits:
     for place, site in pair.blocks():
         changed = before is not None and before.get(place.name) != _bare(place.spec)
         if changed or before is None or any(_related(place.path, reader) for reader in readers):
-            gradients = (changed or before is None) and _has_gradients(site)
-            lines += misses_of(place, site, torch.Generator().manual_seed(seed), gradients)
+            lines += misses_of(place, site, torch.Generator().manual_seed(seed))
     return lines
-
-
-def _has_gradients(site: Site) -> bool:
-    """Whether the reference has any: with some settings upstream code changes in place what its own backward needs."""
-    hidden = site.call.hidden.detach().clone().requires_grad_(True)
-    try:
-        site.call.replay(hidden).sum().backward()
-    except RuntimeError as error:
-        if "inplace operation" not in str(error):
-            raise
-        return False
-    finally:
-        site.module.zero_grad()
-    return True
 
 
 def _blocks(spec: ModelSpec) -> dict[str, Any]:
