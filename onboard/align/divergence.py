@@ -157,6 +157,12 @@ class _Walk:
         given = [] if mine is None else floats(mine.output)
         wrong = len(given) != len(made) or not all(map(agree, given, made))
         yield _Pair(f"{name}, for {call.path}", wrong if given else None)
+        for index, run in enumerate(runs, loop.first):
+            mine = self.seen.visit(f"layers.{index}", number)
+            handed = () if mine is None else mine.args[1].message or ()
+            own = run.result.unbind(2)
+            wrong = len(handed) != len(own) or not all(map(agree, handed, own))
+            yield _Pair(f"loop, which hands {_in_pass(f'layers.{index}', number)} messages", wrong if mine else None)
 
     def _read(self, what: str, mine: OurCall | None, theirs: list[Tensor]) -> Iterator[_Pair]:
         for value in mine.read if mine is not None else ():

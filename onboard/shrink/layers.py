@@ -6,9 +6,11 @@ were wanted.
 """
 
 import re
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from types import MappingProxyType
 from typing import Any
 
 from torch import nn
@@ -146,13 +148,18 @@ def part_signature(layer: Signature, path: str) -> Signature:
 
 def layers_to_cover(signatures: Sequence[Signature]) -> int:
     """Length of the shortest prefix of the layers that has one of every kind; at least 2 where the model has them."""
-    kinds = set(signatures)
-    seen: set[Signature] = set()
+    return min(max(max(_firsts(signatures)) + 1, 2), len(signatures))
+
+
+def _firsts(signatures: Sequence[Signature], several: Mapping[Signature, int] = MappingProxyType({})) -> list[int]:
+    """The first layer of each signature. several: how many of it, for those of which it is more."""
+    seen: Counter[Signature] = Counter()
+    firsts = []
     for index, signature in enumerate(signatures):
-        seen.add(signature)
-        if seen == kinds:
-            return min(max(index + 1, 2), len(signatures))
-    return len(signatures)
+        if seen[signature] < several.get(signature, 1):
+            firsts.append(index)
+        seen[signature] += 1
+    return firsts
 
 
 def followed(signatures: Sequence[Signature], kept: Sequence[int]) -> list[int]:
@@ -208,15 +215,17 @@ def cut_layers(
     text: tuple[str, ...],
     signatures: Sequence[Signature],
     encoder: Sequence[Signature] = (),
+    several: Mapping[Signature, int] = MappingProxyType({}),
 ) -> Cut:
     """The config with the layers that a small model needs. text: where in the config the language model's part is.
-    encoder: signatures of the layers of an encoder beside it, of which every kind is needed too.
+    encoder: signatures of the layers of an encoder beside it, of which every kind is needed too. several: how many
+    layers of a kind are needed, for those of which one is not enough.
 
     Raises UnknownArchitecture where no way of cutting gives the layers that were wanted.
     """
     total = len(signatures)
     kinds = [kind_of(signature) for signature in signatures]
-    for kept in _choices(signatures, kinds):
+    for kept in _choices(signatures, kinds, several):
         for made in _cuts(config, text, total, kept):
             cut = _tried(made, signatures, kept, kinds)
             if cut is not None and {kind_of(s) for s in encoder} <= {kind_of(s) for s in encoder_signatures(cut.model)}:
@@ -224,15 +233,17 @@ def cut_layers(
     raise UnknownArchitecture(f"no field of the config is known to hold the number of layers, {total}")
 
 
-def _choices(signatures: Sequence[Signature], kinds: Sequence[Signature]) -> Iterator[list[int]]:
+def _choices(
+    signatures: Sequence[Signature], kinds: Sequence[Signature], several: Mapping[Signature, int]
+) -> Iterator[list[int]]:
     """Sets of layers to keep, best first."""
-    total = len(signatures)
-    fine, coarse = layers_to_cover(signatures), layers_to_cover(kinds)
+    total, more = len(signatures), {index for index in _firsts(kinds, several) if index not in _firsts(kinds)}
+    choices = [sorted({*_firsts(keys), *more}) for keys in (signatures, kinds)]
+    fine, coarse = (min(max(firsts[-1] + 1, 2), total) for firsts in choices)
     if fine <= PREFIX:
         yield list(range(fine))
-    for keys in (signatures, kinds):
-        firsts = sorted({key: index for index, key in reversed(list(enumerate(keys)))}.values())
-        if len(firsts) <= PREFIX:
+    for firsts in choices:
+        if len(firsts) <= PREFIX + len(more):
             yield firsts if len(firsts) > 1 else list(range(min(2, total)))
     for length in (fine, coarse):
         if length <= MOST_LAYERS:

@@ -5,6 +5,7 @@ from it, and none of the matrices is square where the architecture allows it. Wh
 trying: the small reference must build, run, and have the tensors of the real one, layer by layer.
 """
 
+import contextlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -15,6 +16,7 @@ from dayzero.onboard.config_fields import SIZES
 from dayzero.onboard.oracle.reference import build
 from dayzero.onboard.shrink.canonical_config import canonical
 from dayzero.onboard.shrink.layers import (
+    Cut,
     cut_layers,
     encoder_signatures,
     followed,
@@ -24,8 +26,9 @@ from dayzero.onboard.shrink.layers import (
     layers_to_cover,
     part_signature,
 )
+from dayzero.onboard.shrink.loops import handed_alike
 from dayzero.onboard.shrink.sizes import NoSmallSizes, small_sizes
-from dayzero.onboard.shrink.trial import FAILURES, SEQUENCE, trial
+from dayzero.onboard.shrink.trial import FAILURES, SEQUENCE, Trial, trial
 
 __all__ = [
     "SEQUENCE",
@@ -38,6 +41,9 @@ __all__ = [
     "shrink_model",
     "text_path",
 ]
+
+
+_MORE = (2, 3, 4)  # layers of a kind, where one of each that runs again is handed nothing that differs
 
 
 @dataclass(frozen=True)
@@ -66,9 +72,24 @@ def shrink_model(config: Mapping[str, Any], tell: Callable[[str], None] = lambda
     complete.pop("quantization_config", None)
     model, _ = build(complete, device="meta")
     text = text_path(complete, len(layer_list(model)))
-    signatures = layer_signatures(model)
-    cut = cut_layers(complete, text, signatures, encoder_signatures(model))
-    wanted = _tensors(cut.model)
+    signatures, encoder = layer_signatures(model), encoder_signatures(model)
+    cut = cut_layers(complete, text, signatures, encoder)
+    small, again = _small(cut, text, tell)
+    alike = {kind_of(signatures[cut.kept[place]]) for place in (handed_alike(small) if again else ())}
+    for count in _MORE if alike else ():
+        more = cut_layers(complete, text, signatures, encoder, dict.fromkeys(alike, count))
+        with contextlib.suppress(NoSmallSizes):
+            larger, _ = _small(more, text, tell)
+            if not handed_alike(larger):
+                tell(f"{len(more.kept)} layers, not {len(cut.kept)}, of which all that a pass hands on is the same")
+                cut, small = more, larger
+                break
+    return Shrunk(small, cut.config, cut.kept, followed(signatures, cut.kept))
+
+
+def _small(cut: Cut, text: tuple[str, ...], tell: Callable[[str], None]) -> tuple[dict[str, Any], bool]:
+    """The config of the cut at small sizes, and whether layers of its model run more than once. Raises NoSmallSizes."""
+    wanted, again = _tensors(cut.model), False
 
     def matters(changed: Mapping[str, Any]) -> bool:
         try:
@@ -88,9 +109,14 @@ def shrink_model(config: Mapping[str, Any], tell: Callable[[str], None] = lambda
         except FAILURES:
             return set(range(1000))
 
+    def attempt(config: Mapping[str, Any]) -> Trial:
+        nonlocal again
+        made = trial(config, same)
+        again = again or made.again
+        return made
+
     start = _with_small_tokens(cut.config)
-    small = small_sizes(start, text, cut.numbered, matters, lambda config: trial(config, same), collisions, tell)
-    return Shrunk(small, cut.config, cut.kept, followed(signatures, cut.kept))
+    return small_sizes(start, text, cut.numbered, matters, attempt, collisions, tell), again
 
 
 def _tensors(model: nn.Module) -> set[tuple[Any, ...]]:

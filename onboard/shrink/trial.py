@@ -4,6 +4,7 @@ Where it stops is a measure: of two configs that both fail, the one whose model 
 to one that works. This is what the search for small sizes climbs.
 """
 
+from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -14,6 +15,7 @@ from torch.nn.modules.module import register_module_parameter_registration_hook
 from torch.overrides import TorchFunctionMode
 
 from dayzero.onboard.oracle.reference import UnknownArchitecture, build, redraw, run
+from dayzero.onboard.shrink.layers import layer_list
 from dayzero.runtime.errors import InputError
 
 SEQUENCE = 24  # tokens of a proof's documents: more than the window, many more than top_k
@@ -27,11 +29,13 @@ FAILURES = (
 
 @dataclass(frozen=True)
 class Trial:
-    """stage: where it ended. steps: parameters made, or operators executed, before that. message: what was said."""
+    """stage: where it ended. steps: parameters made, or operators executed, before that. message: what was said.
+    again: whether one of its layers ran more than once."""
 
     stage: Stage
     steps: int = 0
     message: str = ""
+    again: bool = False
 
     @property
     def progress(self) -> tuple[int, int]:
@@ -70,6 +74,9 @@ def trial(config: Mapping[str, Any], same: Callable[[nn.Module], str] = lambda m
     if difference:
         return Trial("another model", 0, difference)
     counted = _Counted()
+    runs: Counter[nn.Module] = Counter()
+    for layer in layer_list(model):
+        layer.register_forward_hook(lambda module, *_: runs.update([module]))
     try:
         generator = torch.Generator().manual_seed(0)
         redraw(model, generator)
@@ -81,7 +88,7 @@ def trial(config: Mapping[str, Any], same: Callable[[nn.Module], str] = lambda m
         return Trial("not run", counted.steps, _said(error))
     if not torch.isfinite(logits).all():
         return Trial("not finite", counted.steps, "the logits are not finite")
-    return Trial("runs", counted.steps)
+    return Trial("runs", counted.steps, again=any(times > 1 for times in runs.values()))
 
 
 def _said(error: Exception) -> str:

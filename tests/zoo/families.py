@@ -212,7 +212,7 @@ FAMILIES: dict[str, Family] = {
     "inkling2_loop": Family("Inkling2LoopForCausalLM", {
         "num_hidden_layers": 7, "layer_types": [*["hybrid_sliding", "hybrid"] * 3, "hybrid_sliding"],
         "unpadded_vocab_size": 190, "n_layers_per_attn_res_block": 2,
-        "loop_layer_index_start": 2, "loop_layer_index_end": 6, "loop_num_passes": 2,
+        "loop_layer_index_start": 2, "loop_layer_index_end": 6, "loop_num_passes": 3,
         "loop_gate_rank": 5,
     }),
     "jamba": Family("JambaForCausalLM", {"attn_layer_period": 4, "attn_layer_offset": 2, "expert_layer_period": 2,

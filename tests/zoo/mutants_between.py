@@ -1,60 +1,15 @@
-"""More mutants: what layers share and hand to one another, encoders, and experts that are not a feed-forward part.
+"""Mutants of what layers share and hand to one another, from pass to pass too, and of encoders."""
 
-In which order a loop deals out its messages no rung can say: of the little that a shrunk model keeps within a pass,
-they are all alike. tests/runtime/nn/test_loop.py holds the loop to it.
-"""
+from zoo.mutants import (
+    Mutant,
+    argument,
+    left_by_the_one_before,
+    looped,
+    positions,
+    wired_again,
+)
 
-from typing import Any
-
-from zoo.mutants import Change, Mutant, argument
-
-from dayzero.runtime.spec import BlockSpec, ModelSpec
-
-
-def looped(**fields: Any) -> Change:
-    """Fields of the loop, as functions of what they are."""
-
-    def change(spec: ModelSpec) -> ModelSpec:
-        assert spec.loop is not None
-        held = {name: made(getattr(spec.loop, name)) for name, made in fields.items()}
-        return spec.model_copy(update={"loop": spec.loop.model_copy(update=held)})
-
-    return change
-
-
-def positions(name: str, made: Any) -> Change:
-    """An argument of what is added to the decoder's embeddings, as a function of what it is."""
-
-    def change(spec: ModelSpec) -> ModelSpec:
-        assert spec.positions is not None
-        block = _given(spec.positions, name, made(spec.positions.arguments[name]))
-        return spec.model_copy(update={"positions": block})
-
-    return change
-
-
-def left_by_the_one_before(spec: ModelSpec) -> ModelSpec:
-    """What a kind of layer leaves for later ones is left by the kind before it."""
-    kinds = list(spec.layer_kinds)
-    for number in range(1, len(kinds)):
-        if (name := kinds[number].blocks["mixer"].arguments.get("leaves")) is None:
-            continue
-        for other, leaves in ((number, None), (number - 1, name)):
-            parts = [
-                part.model_copy(update={"block": _given(part.block, "leaves", leaves)})
-                if part.name == "mixer"
-                else part
-                for part in kinds[other].parts
-            ]
-            kinds[other] = kinds[other].model_copy(update={"parts": parts})
-    return spec.model_copy(update={"layer_kinds": kinds})
-
-
-def _given(block: BlockSpec, name: str, value: Any) -> BlockSpec:
-    return block.model_copy(update={"arguments": {**block.arguments, name: value}})
-
-
-_EXPERTS_OF_ATTENTION = r"layers\.0\.mixer, for \S*self_attention"
+_HANDED = r"loop, which hands layers\.2 in pass 2"
 _OF_THE_ENCODER = r"encoder\.layers\.0\.mixer, for"
 
 BETWEEN = [
@@ -68,11 +23,48 @@ BETWEEN = [
         "nn.rotary", "angle * self.log_stretch.to(compute).exp()", "angle + 0 * self.log_stretch.sum()")),
     Mutant("input of another layer", "gemma4", r"layers\.0\.gated_input", code=(
         "nn.causal_lm", "{LAYER_INPUT: inputs[:, number]}", "{LAYER_INPUT: inputs[:, number - 1]}")),
+    Mutant("growth of queries handed to layers", "beam", r"query_scale, for what model\.layers\.1\.self_attn",
+           argument("query_scale.factor", 0.2), rung="L1"),
+    Mutant("scale of the inputs of layers", "gemma4", r"layer_inputs, for model: output",
+           argument("layer_inputs.scale", 0.5), rung="L1"),
+    Mutant("eps of the inputs of layers", "gemma4", r"layer_inputs, for model",
+           argument("layer_inputs.norm.eps", 1e-5), rung="L1"),
+    Mutant("keys left under another name", "gemma4", r"layers\.2\.mixer, for \S*: 'keys\.full_attention' is not left",
+           argument("mixer.leaves", "sliding_attention"), rung="L1"),
+    Mutant("keys of another kind of layer", "gemma4", r"layers\.3\.mixer, for",
+           argument("mixer.takes", "sliding_attention"), rung="L1"),
+    Mutant("latents not left", "mistral_large4", r"layers\.1\.mixer, for \S*: 'latents\.rope' is not left",
+           argument("mixer.leaves", None), rung="L1"),
+    # layers that run several times
+    Mutant("scale of the messages", "inkling2_loop", r"loop\.message, for model\.message_input",
+           argument("loop.message.scale", lambda scale: 1.01 * scale), rung="L1"),
+    Mutant("eps of a message's gate", "inkling2_loop", r"layers\.2\.mixer_input_2, for \S*q_message_gate",
+           argument("mixer_input_2.eps", 1e-4), rung="L1"),
+    Mutant("one pass more", "inkling2_loop", r"loop, which runs layers 2-5 4 times",
+           looped(passes=lambda count: count + 1), rung="L1"),
+    Mutant("message of another part", "inkling2_loop", r"what layers\.3\.mixer_input_2 in pass 3 reads",
+           wired_again("mixer_input_2", "residual.1, message.2"), rung="L1"),
     Mutant("a layer fewer runs several times", "inkling2_loop", r"loop", looped(count=lambda count: count - 1)),
     Mutant("later passes wired as the first", "inkling2_loop", r"what layers\.2\.mixer_input_2 in pass 2", code=(
         "nn.decoder_layer", "self.wiring if message is None or self.again is None else self.again", "self.wiring")),
     Mutant("a message is added", "inkling2_loop", r"for \S*q_message_gate", code=(
         "nn.message_gate", "(1 - forget) * x + take", "x + take")),
+    Mutant("messages dealt out backwards", "inkling2_loop", _HANDED, code=(
+        "nn.loop", "for number in range(self.count)]", "for number in reversed(range(self.count))]")),
+    Mutant("messages of the next layer", "inkling2_loop", _HANDED, code=(
+        "nn.loop", "made[number * each : (number + 1) * each]",
+        "(made * 2)[(number + 1) * each : (number + 2) * each]")),
+    Mutant("messages dealt out one to a layer", "inkling2_loop", _HANDED, code=(
+        "nn.loop", "made[number * each : (number + 1) * each]", "made[number :: self.count]")),
+    Mutant("messages of a layer in another order", "inkling2_loop", _HANDED, code=(
+        "nn.loop", "made[number * each : (number + 1) * each]", "made[number * each : (number + 1) * each][::-1]")),
+    Mutant("messages of the first pass for ever", "inkling2_loop", r"loop\.message in pass 3", code=(
+        "nn.loop", "self._messages(before, x))",
+        "messages := locals().get('messages') or self._messages(before, x))")),
+    Mutant("messages of where the pass began", "inkling2_loop", r"loop\.message in pass 2", code=(
+        "nn.loop", "x[len(before) :]", "x[len(before) - 1 :]")),
+    Mutant("a pass that goes on", "inkling2_loop", r"what layers\.2 in pass 2 reads", code=(
+        "nn.loop", "before if self.restarts else x", "x")),
     # encoders
     Mutant("states without their norm", "switch_transformers", r"layers\.0\.cross, for \S*EncDecAttention", code=(
         "nn.encoder", "Source(self.norm(x), lengths)", "Source(x, lengths)")),
@@ -84,21 +76,4 @@ BETWEEN = [
            positions("first", lambda first: first - 1)),
     Mutant("padding has positions", "nllb_moe", r"positions, for \S*embed_positions",
            positions("padding", lambda padding: None)),
-    # routers and experts
-    Mutant("capacity by one", "switch_transformers", r"\.ffn, for \S*mlp",
-           argument("ffn.router.capacity", lambda capacity: capacity - 1)),
-    Mutant("width of what is near", "phimoe", r"layers\.0\.ffn, for", argument("ffn.router.jitter", 0.02)),
-    Mutant("weights of attention experts", "jetmoe", _EXPERTS_OF_ATTENTION, code=(
-        "nn.mixture_of_attention", 'routed("out_of", rows.flatten(0, 1), weights.reshape(-1, 1))',
-        'routed("out_of", rows.flatten(0, 1), torch.ones_like(weights).reshape(-1, 1))')),
-    Mutant("choices and heads of attention experts", "jetmoe", _EXPERTS_OF_ATTENTION, code=(
-        "nn.mixture_of_attention", "attended.unflatten(1, (self.kv_heads, choices)).transpose(1, 2)",
-        "attended.unflatten(1, (choices, self.kv_heads))")),
-    Mutant("bias of attention experts", "jetmoe", _EXPERTS_OF_ATTENTION, code=(
-        "nn.mixture_of_attention", "return y if self.bias is None else y + self.bias", "return y")),
-    # recurrent mixers
-    Mutant("the token's own bonus", "rwkv", r"layers\.0\.mixer, for", code=(
-        "nn.rwkv", "(k_n + bonus.to(wide))[:, None]", "k_n[:, None]")),
-    Mutant("decay at half the slope", "minimax", r"layers\.1\.mixer, for", code=(
-        "nn.lightning_attention", "-self.slope.to(", "-0.5 * self.slope.to(")),
 ]  # fmt: skip

@@ -4,11 +4,11 @@ import functools
 import re
 
 import pytest
-from zoo import mutants
 from zoo.mutants import Climbed, Mutant, climbed, whole
 from zoo.mutants_between import BETWEEN
+from zoo.mutants_of_blocks import OF_BLOCKS
 
-MUTANTS = [*mutants.MUTANTS, *BETWEEN]
+MUTANTS = [*OF_BLOCKS, *BETWEEN]
 
 # One of each kind in the tests of every change; all of them in `make zoo`.
 FEW = {

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from zoo.mutants import argument, passes, specified, wired_again
+from zoo.mutants import argument, looped, specified, wired_again
 
 from dayzero.onboard.agent import load_shrunk
 from dayzero.onboard.align.blocks import blocks_rung, side_by_side
@@ -11,6 +11,7 @@ from dayzero.onboard.align.handed import layer_inputs_call
 from dayzero.onboard.oracle.calls import same
 
 LOOPED = [pytest.mark.slow]
+ONE_MORE = looped(passes=lambda count: count + 1)
 
 
 def package(family, tmp_path, change=lambda spec: spec):
@@ -40,8 +41,8 @@ def rung(family, tmp_path, change=lambda spec: spec):
         pytest.param(
             "inkling2_loop",
             [
-                "loop, which runs layers 2-3 2 times, each from where the first began",
-                "layers.2 in pass 2, for model.layers.2, handed other messages",
+                "loop, which runs layers 2-5 3 times, each from where the first began",
+                "layers.2 in pass 3, for model.layers.2, handed other messages",
                 "loop.message, for model.message_input",
                 "layers.2.mixer_input_2, for model.layers.2.q_message_gate",
                 "layers.1.residual, for model.layers.1.attention_input",
@@ -84,10 +85,10 @@ def test_all_that_is_handed_is_compared(family, lines, tmp_path):
         pytest.param(
             "inkling2_loop",
             wired_again("mixer_input_2", "residual.1, message.2"),
-            "what layers.3.mixer_input_2 in pass 2 reads, 'residual.1, message.2'",
+            "what layers.3.mixer_input_2 in pass 3 reads, 'residual.1, message.2'",
             marks=LOOPED,
         ),
-        pytest.param("inkling2_loop", passes(3), "loop, which runs layers 2-3 3 times, each from", marks=LOOPED),
+        pytest.param("inkling2_loop", ONE_MORE, "loop, which runs layers 2-5 4 times, each from", marks=LOOPED),
     ],
 )
 def test_a_mutant_in_it_fails_the_rung_and_nothing_else_is_named(family, change, named, tmp_path):
@@ -114,7 +115,7 @@ def test_what_makes_the_inputs_of_layers_is_a_function_of_the_embeddings(tmp_pat
     [
         (argument("mixer_input_2.eps", 1e-4), "layers.2.mixer_input_2 in pass 2 as mixer_input, for "),
         (argument("loop.message.eps", 1e-4), "loop.message in pass 2, for model.message_input"),
-        (passes(3), "what loop.message in pass 3 reads"),
+        (ONE_MORE, "what loop.message in pass 4 reads"),
         (argument("ffn_input.eps", 1e-4), "layers.0.ffn_input, for model.layers.0.mlp_input"),
     ],
 )
