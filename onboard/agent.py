@@ -199,9 +199,9 @@ def load_shrunk(specification: Specification, folder: Path, custom: Path | None 
 
 def _load(spec: ModelSpec, folder: Path, custom: Path | None) -> Package:
     write_files(folder, model_files(spec))
-    if custom is not None and (names := custom_operators(custom, spec)):
-        (folder / "custom").mkdir()
-        for name in names:
+    for name, there in custom_operators(custom, spec).items():
+        if there and custom is not None:
+            (folder / "custom").mkdir(exist_ok=True)
             shutil.copy(custom / Path(name).name, folder / name)
     return load_package(folder)
 

@@ -51,6 +51,8 @@ def lifted_operators(spec: ModelSpec) -> list[LiftedOperator]:
 
 
 def custom_operators(folder: Path | None, spec: ModelSpec) -> dict[str, str]:
-    """ "custom/NAME.py" -> sha256 of what stands in `folder` for lifted classes of the model."""
+    """File of every lifted class of the model, as "custom/NAME.py" -> sha256 of what stands in `folder` for it, "" for
+    nothing."""
     files = [] if folder is None else [folder / f"{name}.py" for name in operator_files(spec).values()]
-    return {f"custom/{file.name}": hashlib.sha256(file.read_bytes()).hexdigest() for file in files if file.is_file()}
+    held = {file.name: file.read_bytes() if file.is_file() else None for file in files}
+    return {f"custom/{n}": "" if text is None else hashlib.sha256(text).hexdigest() for n, text in held.items()}

@@ -123,8 +123,8 @@ _RENDERED_FROM = ("spec.json", "ledger.json", "hashes.json", "plan.yaml", "train
 
 def _not_aligned(aligned: Mapping[str, str], found: Mapping[str, str]) -> dict[str, str]:
     """A line for each hand-written operator that is not the one that the ladder was climbed with."""
-    wrong = sorted(name for name in aligned.keys() | found.keys() if aligned.get(name) != found.get(name))
-    what = {name: "not there any more" if name not in found else "not what was aligned" for name in wrong}
+    wrong = [name for name, there in found.items() if there != aligned.get(name, "")]
+    what = {name: "not what was aligned" if found[name] else "not there any more" for name in wrong}
     return {name: f"{name}: {what[name]}; run onboard align" for name in wrong}
 
 

@@ -1,5 +1,6 @@
 """A generated package: the adapter of one checkpoint, as files."""
 
+import hashlib
 import importlib.util
 import json
 import sys
@@ -61,16 +62,24 @@ def load_package(folder: Path, checkpoint: Path | None = None) -> Package:
 
 
 def _verdict(folder: Path) -> str | None:
-    """The worst verdict of the rungs in onboard.lock."""
+    """The worst verdict of the rungs in onboard.lock; UNVERIFIED where what is written by hand has changed since."""
     lock = folder / "onboard.lock"
     if not lock.is_file():
         return None
     try:
-        rungs = json.loads(lock.read_text())["alignment"]["rungs"]
+        recorded = json.loads(lock.read_text())
+        rungs = recorded["alignment"]["rungs"]
         verdicts = {rung["verdict"] for rung in rungs.values()}
+        aligned = recorded.get("findings", {}).get("custom", {})
+        verdicts |= {"UNVERIFIED" for name, digest in aligned.items() if _sha256(folder / name) != digest}
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise InputError(str(lock), found=f"no alignment ({error})", expected="what onboard wrote") from None
     return next((verdict for verdict in ("FAIL", "UNVERIFIED", "WARN", "PASS") if verdict in verdicts), None)
+
+
+def _sha256(file: Path) -> str:
+    """In hexadecimal, "" for no file."""
+    return hashlib.sha256(file.read_bytes()).hexdigest() if file.is_file() else ""
 
 
 def _load_module(file: Path) -> ModuleType:

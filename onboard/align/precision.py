@@ -16,6 +16,7 @@ from dayzero.onboard.align.ladder import Float32
 from dayzero.onboard.align.loading import NotLoaded, loaded_pair
 from dayzero.onboard.align.places import layers_of, places
 from dayzero.onboard.oracle.documents import documents
+from dayzero.onboard.oracle.narrow import in_bfloat16
 from dayzero.onboard.oracle.reference import logits_of
 from dayzero.onboard.prove.trace import Step, trace_modules
 from dayzero.onboard.shrink.shrink import SEQUENCE
@@ -37,11 +38,10 @@ def float32_steps(generated: Package, config: Mapping[str, Any]) -> list[Float32
         return []
     ids = documents(reference, generated.spec.tokens, SEQUENCE, torch.Generator().manual_seed(6))
     bounds = torch.arange(0, ids.numel() + 1, ids.shape[1])
-    _narrow(reference, _kept_wide(reference))
-    _narrow(ours, {"rotaries."})
     try:
-        theirs = trace_modules(reference, lambda: logits_of(reference, ids))
-        mine = trace_modules(ours, lambda: ours(ids.flatten(), bounds))
+        theirs = _traced(reference, ids)
+        with in_bfloat16(ours, {"rotaries."}):
+            mine = trace_modules(ours, lambda: ours(ids.flatten(), bounds))
     except (RuntimeError, TypeError, ValueError, IndexError):
         return []
     found: dict[tuple[str, str], Float32] = {}
@@ -103,27 +103,18 @@ def _is_narrow(dtype: torch.dtype | None) -> bool:
     return dtype is not None and dtype.itemsize <= _NARROW
 
 
+def _traced(reference: nn.Module, ids: Tensor) -> dict[str, list[Step]]:
+    """With its buffers in float32; in bfloat16, as its constructor would make them, where it does not run so."""
+    kept = _kept_wide(reference)
+    try:
+        with in_bfloat16(reference, kept):
+            return trace_modules(reference, lambda: logits_of(reference, ids))
+    except RuntimeError:
+        with in_bfloat16(reference, kept, torch.bfloat16):
+            return trace_modules(reference, lambda: logits_of(reference, ids))
+
+
 def _kept_wide(reference: nn.Module) -> set[str]:
     """Parts of names of parameters that the reference keeps in float32 when it is loaded in bfloat16."""
     held = (getattr(module, "_keep_in_fp32_modules_strict", None) or () for module in reference.modules())
     return {name for names in held for name in names}
-
-
-def _narrow(model: nn.Module, kept: set[str]) -> None:
-    """Parameters in bfloat16, but for those with a part of their name in `kept`; buffers and what modules hold beside
-    in float32."""
-    for name, parameter in model.named_parameters():
-        if parameter.is_floating_point():
-            wide = any(part in name for part in kept)
-            parameter.data = parameter.data.to(torch.float32 if wide else torch.bfloat16)
-    for module in model.modules():
-        for name, value in _float64(module._buffers):
-            module._buffers[name] = value.float()
-        for name, value in _float64(vars(module)):
-            vars(module)[name] = value.float()
-
-
-def _float64(held: Mapping[str, Any]) -> Iterator[tuple[str, Tensor]]:
-    for name, value in list(held.items()):
-        if isinstance(value, Tensor) and value.dtype == torch.float64:
-            yield name, value

@@ -3,12 +3,15 @@
 import itertools
 from collections.abc import Iterator
 
+import torch
 from torch import nn
 
 from dayzero.onboard.candidates.evidence import Candidate, Evidence, Site, below, literal, size
 from dayzero.onboard.candidates.gates import activations
 from dayzero.onboard.candidates.nesting import Inner, site_below
+from dayzero.onboard.oracle.narrow import replay_in_bfloat16
 from dayzero.onboard.oracle.reference import state_of
+from dayzero.onboard.prove.trace import trace
 from dayzero.runtime.weights import Stored
 
 
@@ -38,18 +41,37 @@ def _is_centred(steps: set[str]) -> bool:
 
 def _rms_norms(site: Site, names: list[str]) -> Iterator[Candidate]:
     arguments: dict[str, Evidence | Candidate] = {"width": _width(site, names)}
+    weighed: dict[str, Evidence | Candidate] = {}
     if (groups := _groups(site)) is not None:
         arguments["groups"] = groups
+    elif names and _weighs_in_float32(site):
+        weighed["weight_after_cast"] = literal(False, "its casts in bfloat16")
     for eps in epsilons(site):
         if not names:
             yield Candidate("RMSNorm", {**arguments, "eps": eps, "scaled": literal(False, "no parameters")}, {})
             continue
         for offset in (0.0, 1.0):
-            held = {**arguments, "eps": eps, "offset": literal(offset, "enumerated")}
+            held = {**arguments, "eps": eps, "offset": literal(offset, "enumerated"), **weighed}
             yield Candidate("RMSNorm", held, {"weight": Stored(names[0])})
         for offset in (0.0, 1.0) if groups is None else ():
             held = {**arguments, "eps": eps, "offset": literal(offset, "enumerated")}
             yield Candidate("ScaledFirstRMSNorm", held, {"weight": Stored(names[0])})
+
+
+def _weighs_in_float32(site: Site) -> bool:
+    """Whether, of an input in bfloat16, nothing is rounded to it before the weight has multiplied: float64 cannot tell,
+    and the reference's own casts do."""
+    try:
+        steps = trace(lambda: replay_in_bfloat16(site.call)).sequence
+    except (RuntimeError, TypeError, ValueError):
+        return False
+    products = [place for place, step in enumerate(steps) if step.name == "mul"]
+    means = [place for place, step in enumerate(steps) if step.name == "mean"]
+    if not products or not means or products[-1] < means[-1]:
+        return False
+    last = steps[products[-1]]
+    rounds = [step for step in steps[means[-1] : products[-1]] if step.makes == torch.bfloat16 != step.reads]
+    return last.makes != torch.bfloat16 and not rounds
 
 
 def _width(site: Site, names: list[str]) -> Evidence:

@@ -90,15 +90,21 @@ _POWERS = {-0.5: "rsqrt", 0.5: "sqrt", -1.0: "div"}
 @dataclass(frozen=True)
 class Step:
     """One operator as it ran. name: without the underscore of those in place. numbers: its scalar arguments, those
-    that change nothing included. shape: of its first tensor; gives: of its result. reads, dtype: of the
-    floating-point numbers that it reads, and of the widest that it reads or gives, which it computes in."""
+    that change nothing included. shape: of its first tensor; gives: of its result. reads, makes: the
+    widest dtypes of floating-point numbers in its arguments and in its result."""
 
     name: str
     numbers: tuple[float, ...]
     shape: tuple[int, ...]
     gives: tuple[int, ...] = field(default=(), compare=False)
     reads: torch.dtype | None = field(default=None, compare=False)
-    dtype: torch.dtype | None = field(default=None, compare=False)
+    makes: torch.dtype | None = field(default=None, compare=False)
+
+    @property
+    def dtype(self) -> torch.dtype | None:
+        """Which it computes in."""
+        held = [dtype for dtype in (self.reads, self.makes) if dtype is not None]
+        return max(held, key=lambda dtype: dtype.itemsize, default=None)
 
     @property
     def arithmetic(self) -> set[str]:
@@ -151,8 +157,8 @@ class _Recorder(TorchDispatchMode):
         if self.paused or not _floating(args, output):
             return output
         numbers = tuple(float(arg) for arg in _flat(args) if _is_number(arg))
-        made, read = _first_shape([output]), _widest(args)
-        self.operations.sequence.append(Step(plain, numbers, _first_shape(args), made, read, _widest([args, output])))
+        shapes = _first_shape(args), _first_shape([output])
+        self.operations.sequence.append(Step(plain, numbers, *shapes, _widest(args), _widest([output])))
         if plain in _OF_A_MASK and all(abs(number) in {0.0, float("inf")} for number in numbers):
             return output
         if plain == "pow" and numbers and numbers[-1] in _POWERS:

@@ -21,7 +21,7 @@ from dayzero.onboard.report import layers as report_layers
 from dayzero.onboard.report.layers import shown
 from dayzero.runtime.plan import Plan
 from dayzero.runtime.plan_table import HOST, LINES
-from dayzero.runtime.spec import ModelSpec, Record
+from dayzero.runtime.spec import BlockSpec, ModelSpec, Record
 
 _EFFECTS = {
     "none": "same logits",
@@ -36,7 +36,7 @@ _COLOURS = ("blue", "teal", "amber", "violet", "green", "red", "soft")
 class Findings(Record):
     """What onboarding learnt beside the specification. claims: what the config states and no code reads.
     ignored_config: field -> reason, from decisions.yaml. replaced: what of the reference's code was replaced. custom:
-    hand-written operators that the ladder was climbed with -> their sha256."""
+    hand-written operators that may stand for lifted classes -> sha256 of the one that was aligned, "" for none."""
 
     interventions: list[Intervention] = Field(default_factory=list)
     claims: list[Claim] = Field(default_factory=list)
@@ -98,7 +98,7 @@ def _content(spec: ModelSpec, ledger: Ledger, plan: Plan, findings: Findings, al
             "call": call(block),
             "status": block.proof.status if block.proof else "unverified",
             "error": block.proof.error if block.proof and block.proof.error is not None else float("inf"),
-            "evidence": block.proof.evidence if block.proof else [],
+            "evidence": [*(block.proof.evidence if block.proof else []), *_of_block(alignment, block)],
         }
         for block, where in report_layers.uses(spec)
     ]
@@ -116,6 +116,8 @@ def _content(spec: ModelSpec, ledger: Ledger, plan: Plan, findings: Findings, al
         "findings": findings,
         "alignment": alignment.bounded(),
         "titles": TITLES,
+        "narrow": [entry for entry in alignment.float32 if entry.narrow],
+        "custom": [name for name, there in findings.custom.items() if there],
         "effects": _EFFECTS,
         "claims": [(claim, _accepted(claim, findings.ignored_config)) for claim in findings.claims],
         "parameters": total,
@@ -130,6 +132,16 @@ def _content(spec: ModelSpec, ledger: Ledger, plan: Plan, findings: Findings, al
         "budget": budget,
         **_strip(spec),
     }
+
+
+def _of_block(alignment: Alignment, block: BlockSpec) -> list[str]:
+    """What the module and the block compute in float32 in a bfloat16 run, in one line; none where nothing is."""
+    for entry in alignment.float32:
+        if (entry.module.rstrip("."), entry.block) == (report_layers.module_of(block), block.block):
+            casts = f" ({entry.casts} cast{'s' * (entry.casts > 1)} to it)" if entry.casts else ""
+            ours = f"; the block runs {', '.join(entry.narrow)} in bfloat16" if entry.narrow else "; so does the block"
+            return [f"in bfloat16 the reference runs {', '.join(entry.steps)} in float32{casts}{ours}"]
+    return []
 
 
 def _accepted(claim: Claim, reasons: dict[str, str]) -> str:

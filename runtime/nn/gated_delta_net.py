@@ -87,7 +87,7 @@ class GatedDeltaNet(nn.Module):
         self.A_log = nn.Parameter(torch.empty(heads))
         self.dt_bias = nn.Parameter(torch.empty(decays))
         self.gate = _projection(hidden, gate_rank, heads * value_dim)
-        self.norm = RMSNorm(value_dim, norm_eps)
+        self.norm = RMSNorm(value_dim, norm_eps, weight_after_cast=False)  # what it reads may be in float32
         self.output = nn.Linear(heads * value_dim, hidden, bias=False)
 
     def reset_parameters(self, std: float) -> None:

@@ -15,13 +15,23 @@ class RMSNorm(nn.Module):
     """y = x / sqrt(mean(x^2) + eps) * (offset + weight).  x: [..., width] -> [..., width].
 
     offset is 0, or 1 where the checkpoint stores the weight's distance from 1. scaled: False for no weight at all.
-    groups: the mean runs over each of this many equal parts of x by itself.
+    groups: the mean runs over each of this many equal parts of x by itself. weight_after_cast: whether what
+    the weight multiplies is rounded to x's dtype before (`kernels.rms_norm`); groups are rounded once, at the end.
     """
 
-    def __init__(self, width: int, eps: float, offset: float = 0.0, scaled: bool = True, groups: int = 1):
+    def __init__(
+        self,
+        width: int,
+        eps: float,
+        offset: float = 0.0,
+        scaled: bool = True,
+        groups: int = 1,
+        weight_after_cast: bool = True,
+    ):
         super().__init__()
         if width % groups:
             raise ValueError(f"a norm of width {width} does not fall into {groups} groups")
+        self.weight_after_cast = weight_after_cast
         self.width, self.eps, self.offset, self.groups = width, eps, offset, groups
         self.weight = nn.Parameter(torch.empty(width)) if scaled else None
 
@@ -31,7 +41,7 @@ class RMSNorm(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         if self.groups == 1:
-            return rms_norm(x, self.weight, self.eps, self.offset)
+            return rms_norm(x, self.weight, self.eps, self.offset, weight_after_cast=self.weight_after_cast)
         wide = torch.promote_types(x.dtype, torch.float32)
         y = rms_norm(x.to(wide).unflatten(-1, (self.groups, -1)), None, self.eps).flatten(-2)
         return (y if self.weight is None else y * (self.offset + self.weight.to(wide))).to(x.dtype)

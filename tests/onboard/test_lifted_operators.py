@@ -10,16 +10,19 @@ import pytest
 from zoo import unseen
 
 from dayzero.onboard import agent, specify
-from dayzero.onboard.agent import climb, load_shrunk, real_shapes
+from dayzero.onboard.agent import Run, climb, execute, load_shrunk, real_shapes
 from dayzero.onboard.checkpoint import read_checkpoint
 from dayzero.onboard.generate import _lifted_tests, model_files
 from dayzero.onboard.inspect.classify import classify, settle
 from dayzero.onboard.install import write_files
 from dayzero.onboard.lifted_operators import custom_operators, lifted_operators, operator_files
 from dayzero.onboard.oracle import remote_code
+from dayzero.onboard.package import align_package, check_package
 from dayzero.onboard.rules.unmapped import fates
 from dayzero.runtime.custom_operators import differences
 from dayzero.runtime.errors import InputError
+from dayzero.runtime.nn.lifted_operator import custom_of
+from dayzero.runtime.package import load_package
 
 # Of each layer never seen: what its operator says, a faster forward, one that is wrong, one with a wrong gradient, and
 # what of the right one's operations is another than the reference's.
@@ -161,8 +164,29 @@ def test_names_of_operators_are_their_own():
 
 def test_only_what_stands_for_a_lifted_class_counts(tmp_path):
     spec = specified("mixer")[1].spec
-    assert custom_operators(tmp_path / "none", spec) == {}
     (tmp_path / "mine.py").write_text("x = 1\n")
-    assert custom_operators(tmp_path, spec) == {}
+    for folder in (None, tmp_path / "none", tmp_path):
+        assert not any(custom_operators(folder, spec).values())
     written(tmp_path, "mixer")
-    assert custom_operators(tmp_path, spec).keys() == {"custom/running_sum.py"}
+    assert {name: len(digest) for name, digest in custom_operators(tmp_path, spec).items()} == {
+        "custom/running_sum.py": 64
+    }
+
+
+def test_a_package_knows_which_of_them_was_aligned(tmp_path):
+    checkpoint, _, _ = specified("mixer")
+    with using(checkpoint), mock.patch.object(specify, "intervene", return_value=[]):
+        (*_, outcome) = execute(Run(checkpoint.path, tmp_path, "made", 8, 64.0))
+        package = tmp_path / "made"
+        assert (outcome.alignment.verdict, check_package(package)) == ("PASS", [])
+        assert load_package(package).verdict == "PASS"
+        written(package / "custom", "mixer")
+        assert check_package(package) == ["custom/running_sum.py: not what was aligned; run onboard align"]
+        assert load_package(package).verdict == "UNVERIFIED"
+        alignment, _ = align_package(package, None, lambda line: None)
+        assert (alignment.verdict, check_package(package)) == ("PASS", [])
+        loaded = load_package(package)
+    assert loaded.verdict == "PASS"
+    assert custom_of(loaded.build()) == ["custom/running_sum.py"]
+    assert "in the place of lifted classes: custom/running_sum.py." in (package / "REPORT.md").read_text()
+    assert max(differences(package, ["running_sum"]).values()) < 1e-9
