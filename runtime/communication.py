@@ -2,7 +2,7 @@
 
 import math
 
-from dayzero.runtime.memory import WIDE, Mesh, Model, Unit
+from dayzero.runtime.planned_model import WIDE, Mesh, Model, Unit
 from dayzero.runtime.shared_batch import moved_bytes
 
 

@@ -11,11 +11,12 @@ from rich.console import Console
 
 from dayzero.runtime import config, plan_table
 from dayzero.runtime.errors import InputError
-from dayzero.runtime.memory import GIB, Mesh, Mode, host_memory, measure
+from dayzero.runtime.memory import host_memory
 from dayzero.runtime.moments import Kept
 from dayzero.runtime.nn.expert_parallel import Dispatcher
 from dayzero.runtime.parallel import Prefetch
 from dayzero.runtime.plan_search import Candidate, Question, search, with_experts_ahead
+from dayzero.runtime.planned_model import GIB, Mesh, Mode, measure
 from dayzero.runtime.precision import Precision
 from dayzero.runtime.spec import ModelSpec
 

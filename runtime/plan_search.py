@@ -11,9 +11,10 @@ from dataclasses import dataclass, field, replace
 from dayzero.runtime.communication import communication
 from dayzero.runtime.context_parallel import check_context_parallel
 from dayzero.runtime.errors import InputError
-from dayzero.runtime.memory import GIB, Mesh, Model, batch_memory, cut_by, state_memory
+from dayzero.runtime.memory import batch_memory, state_memory
 from dayzero.runtime.mesh import divisors
 from dayzero.runtime.parallel import Prefetch
+from dayzero.runtime.planned_model import GIB, Mesh, Model, cut_by
 from dayzero.runtime.tensor_parallel import check_alone
 
 ACROSS = 8  # a byte from another node costs as much as this many from the own one

@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from rich.console import Console
 from rich.table import Table
 
-from dayzero.runtime.memory import GIB
+from dayzero.runtime.planned_model import GIB
 
 WIDTH = 80
 SHOWN = 8

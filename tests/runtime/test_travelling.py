@@ -7,9 +7,10 @@ import ranks_experts
 import tiny
 
 from dayzero.runtime.config import TrainConfig
-from dayzero.runtime.memory import batch_memory, measure
+from dayzero.runtime.memory import batch_memory
 from dayzero.runtime.nn import Experts, MixtureOfAttention, MixtureOfExperts, Router, fused_dispatch
 from dayzero.runtime.plan import plan_for
+from dayzero.runtime.planned_model import measure
 from dayzero.runtime.travelling import UNEVEN, route_bytes, travelling_bytes
 
 HIDDEN, TOKENS, EXPERTS, CHOICES = 1000, 60, 8, 3
