@@ -63,15 +63,13 @@ def _seen(model: nn.Module, vocabulary: int, generator: torch.Generator) -> dict
     """Path -> the first call of every `Lifted` block in a pass over packed documents."""
     found: dict[str, _Seen] = {}
 
-    def enter(path: str, args: tuple[Any, ...]) -> None:
-        *inputs, context = args
-        found.setdefault(path, _Seen([held.detach() for held in inputs], _own(context)))
+    paths = {module: path for path, module in model.named_modules() if isinstance(module, Lifted)}
 
-    handles = [
-        module.register_forward_pre_hook(lambda module, args, path=path: enter(path, args))
-        for path, module in model.named_modules()
-        if isinstance(module, Lifted)
-    ]
+    def enter(module: nn.Module, args: tuple[Any, ...]) -> None:
+        *inputs, context = args
+        found.setdefault(paths[module], _Seen([held.detach() for held in inputs], _own(context)))  # type: ignore[index]
+
+    handles = [module.register_forward_pre_hook(enter) for module in paths]
     ids = torch.randint(0, vocabulary, (sum(LENGTHS),), generator=generator)
     try:
         with torch.no_grad():

@@ -46,7 +46,9 @@ def float32_steps(generated: Package, config: Mapping[str, Any]) -> list[Float32
         return []
     found: dict[tuple[str, str], Float32] = {}
     for place in places(generated, ours):
-        if place.path in theirs and place.name in mine and place.spec.proof is not None:
+        # The root is the path of a block that joins several modules; what holds the layers computes all of them.
+        holds_layers = layers_of(generated).startswith(f"{place.path}.") or not place.path
+        if not holds_layers and place.path in theirs and place.name in mine and place.spec.proof is not None:
             entry = compared(place.spec.proof.module, place.spec.block, theirs[place.path], mine[place.name])
             key = (entry.module, entry.block)
             found[key] = _joined(found[key], entry) if key in found else entry

@@ -1,5 +1,5 @@
-"""The eager reference: the implementation that a checkpoint was made for, in float64, every float32 island promoted and
-counted.
+"""The eager reference: the implementation that a checkpoint was made for, in float64, every float32 island promoted;
+what the islands are, a run in bfloat16 shows (`onboard.align.precision`).
 
 It is transformers' own class, or code that ships with the checkpoint where this process may run that
 (`onboard.remote_code.using`); both are built and run through the functions here. What its code keeps from training is
