@@ -136,7 +136,7 @@ class Layer:
             **self._qk_norms(query, heads, kv_heads, evidence), **biases,
         }  # fmt: skip
         if self.sliding:
-            arguments["window"] = self.settings.window()
+            arguments["window"] = self.settings.size("window")
             evidence.append(f"window from {self.settings.view.said('window')}")
         for name, found in weights.items():
             self.sources[f"mixer.{name}.weight"] = Stored(found.pattern)

@@ -1,12 +1,12 @@
 """What a config says of a model, by synonym alone. Every other field that could change the maths stays open."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, TypeGuard
 
 from dayzero.onboard.by_rules import ASSUMED
-from dayzero.onboard.config_fields import SIZES, ConfigView
+from dayzero.onboard.config_fields import IRRELEVANT, MATHS, SIZES, ConfigView, field_of
 from dayzero.onboard.prove.proven import Unproven
 from dayzero.runtime.spec import BlockSpec, Proof
 
@@ -150,8 +150,10 @@ class Settings:
 
     def _turned(self, held: Mapping[str, Any], head_dim: int) -> tuple[int, str]:
         """(channels of a head that turn, what says so)."""
-        share, turned = self.get("share"), self.get("turned")
-        share = held.get("partial_rotary_factor", share)
+        share, turned, inner = self.get("share"), self.get("turned"), held.get("partial_rotary_factor")
+        if inner is not None and share is not None and inner != share:
+            self.undecided("partial_rotary_factor", f"{share}, and {inner} in rope_parameters")
+        share = share if inner is None else inner
         dim, said = head_dim, f"all {head_dim} channels"
         if share is not None:
             if not _is_number(share) or share > 1:
@@ -203,15 +205,25 @@ class Settings:
             made["truncate"] = values["truncate"]
         return made
 
-    def window(self) -> int:
-        """Tokens that a layer with a window sees."""
-        words = self.view.get("layer_types")
-        if isinstance(words, list) and (other := {str(word) for word in words} - _WORDS):
+    def check_windows(self, layers: int) -> None:
+        """Which layers have windows follows from `layer_types`, or from flags beside the window (`config_layers`)."""
+        words, flag = self.view.get("layer_types"), self.view.get("use_sliding_window")
+        first, name = self.view.get("max_window_layers"), field_of(self.view.text, "window")
+        if words is not None and (not isinstance(words, list) or len(words) != layers):
+            self.undecided("layer_types", f"expected a word for each of the {layers} layers")
+        elif words and (other := {str(word) for word in words} - _WORDS):
             self.undecided("layer_types", f"no rule for {', '.join(sorted(other))}")
-        flag, first = self.view.get("use_sliding_window"), self.view.get("max_window_layers")
-        if self.view.size("window") and first is not None and not isinstance(flag, bool) and not words:
+        elif words and "sliding_attention" in words and flag is False:
+            self.undecided("use_sliding_window", "false, and layer_types names layers with a window")
+        if flag is not None and not isinstance(flag, bool):
+            self.undecided("use_sliding_window", _missing(flag, "true or false"))
+        window = self.view.text[name] if name is not None else None
+        if window in (None, 0, False) or flag is False:
+            return
+        if type(window) is not int or window < 1:
+            self.undecided(str(name), _missing(window, "a number of tokens"))
+        elif first is not None and flag is None and not words:
             self.undecided("max_window_layers", f"{first}, and no use_sliding_window says whether windows are used")
-        return self.view.size("window") or 0
 
     def close(self, has: Mapping[str, bool], ignored: Mapping[str, Any], complete: bool) -> list[Unproven]:
         """Everything that stays open when all has been read. has: what tensors show (`FLAGS`). ignored: fields that a
@@ -226,19 +238,34 @@ class Settings:
             if (value := self.view.text.get(name)) is None or value in values:
                 self.view.used.add(name)
         self.view.used.update(_SHOWN)
-        unknown, maths = self.view.unread()
-        for name in unknown:
-            self.undecided(name.removeprefix(self.view.prefix), "no rule knows what this field changes")
-        for name, changes in maths.items() if complete else ():
-            self.undecided(
-                name.removeprefix(self.view.prefix), f"it changes the {changes}, and no rule reads its value"
-            )
+        for meaning, names in SIZES.items():
+            held = {name: value for name in names if (value := self.view.text.get(name)) is not None}
+            if any(value != next(iter(held.values())) for value in held.values()):
+                self.undecided(" and ".join(held), f"both say the {meaning}, and they disagree")
+        for name, changes in self._unread():
+            if not changes:
+                self.undecided(name, "no rule knows what this field changes")
+            elif complete:
+                self.undecided(name, f"it changes the {changes}, and no rule reads it")
 
         def accepted(item: Unproven) -> bool:
             path = item.where.removeprefix("config.json: ")
             return item.where != path and bool({path, path.split(".")[0]} & ignored.keys())
 
         return [item for item in self.open if not accepted(item)]
+
+    def _unread(self) -> Iterator[tuple[str, str]]:
+        """(field that no rule read, what it changes, "" where that is not known). A field inside of another was read
+        where that was."""
+        sizes = {name for names in SIZES.values() for name in names}
+        for full, last, value in self.view.fields():
+            name = full.removeprefix(self.view.prefix)
+            first = name.partition(".")[0]
+            if value in (None, [], {}) or first in self.view.used or {first, name} & IRRELEVANT.keys():
+                continue
+            if name in sizes or (last, value) == ("top_k", 50):  # shapes show sizes; 50 is what old configs sample from
+                continue
+            yield name, next((MATHS[part] for part in name.split(".") if part in MATHS), "")
 
 
 def unverified(module: str, evidence: list[str]) -> Proof:
@@ -247,7 +274,7 @@ def unverified(module: str, evidence: list[str]) -> Proof:
 
 
 def _is_number(value: Any) -> TypeGuard[int | float]:
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value) and value > 0
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and 0 < value < 1e300
 
 
 def _missing(value: Any, expected: str) -> str:

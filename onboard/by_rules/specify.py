@@ -74,9 +74,11 @@ def specify_by_rules(
     rotary = settings.rotary(max(sizes_of_heads) or settings.view.size("head_dim") or 2)
     last = next(iter(outside["norm"]), None)
     settings.number("eps")
-    settings.window()
+    settings.check_windows(settings.size("layers"))
     open_items += settings.close(has, ignored, complete)
     open_items += _shifted_norms(checkpoint, text)
+    if (settings.view.size("experts") or 0) > 1 and all(kind.ffn != "routed" for kind in kinds.values()):
+        open_items.append(Unproven(f"config.json: {settings.view.said('experts')}", "no layer has routed experts"))
     if open_items or last is None or embedding is None:
         distinct = [item for place, item in enumerate(open_items) if item not in open_items[:place]]
         raise NotProven([_no_reference(why), *distinct])
