@@ -75,9 +75,9 @@ def trial(config: Mapping[str, Any], same: Callable[[nn.Module], str] = lambda m
         return Trial("another model", 0, difference)
     counted = _Counted()
     runs: Counter[nn.Module] = Counter()
-    for layer in layer_list(model):
-        layer.register_forward_hook(lambda module, *_: runs.update([module]))
     try:
+        for layer in layer_list(model):
+            layer.register_forward_hook(lambda module, *_: runs.update([module]))
         generator = torch.Generator().manual_seed(0)
         redraw(model, generator)
         vocabulary = model.get_input_embeddings().weight.shape[0]  # type: ignore[operator]
