@@ -19,9 +19,10 @@ from dayzero.onboard.prove.proven import NotProven, ProvenLayer, ProvenPart, Unp
 from dayzero.onboard.prove.prover import Prover, handed
 from dayzero.onboard.prove.rotary_tables import Rotaries, uses_tables
 from dayzero.onboard.shrink.shrink import part_signature
-from dayzero.onboard.structure.layer_wiring import LayerParts, Unit, layer_parts
+from dayzero.onboard.structure.layer_wiring import layer_parts
 from dayzero.onboard.structure.loops import LoopParts, in_pass
 from dayzero.onboard.structure.stream_wiring import as_streams, has_streams, stream_layer
+from dayzero.onboard.structure.units import LayerParts, Unit
 from dayzero.runtime.weights import Stored
 
 # What may stand for a unit, by the role that its call shows.

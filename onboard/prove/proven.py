@@ -8,8 +8,8 @@ from dayzero.onboard.prove.block import Attempt
 from dayzero.onboard.prove.rotary_tables import ProvenRotary
 from dayzero.onboard.structure.discover import ModelParts
 from dayzero.onboard.structure.encoder import EncoderParts
-from dayzero.onboard.structure.layer_wiring import Unit
 from dayzero.onboard.structure.loops import LoopParts
+from dayzero.onboard.structure.units import Unit
 
 
 @dataclass

@@ -20,7 +20,8 @@ from dayzero.onboard.prove.contradiction import contradiction
 from dayzero.onboard.prove.proven import Unproven
 from dayzero.onboard.structure.between_parts import objection
 from dayzero.onboard.structure.discover import ModelParts
-from dayzero.onboard.structure.layer_wiring import Again, LayerParts
+from dayzero.onboard.structure.layer_wiring import Again
+from dayzero.onboard.structure.units import LayerParts
 
 _TODO = (
     'write a block for it ("Adding a block" in docs/architecture.md), or change the reference so that its class can be '

@@ -16,7 +16,7 @@ from dayzero.onboard.candidates.factor import find_factor
 from dayzero.onboard.oracle.calls import Call, floats
 from dayzero.onboard.prove.trace import Step, trace
 from dayzero.onboard.structure.kept_inputs import handed_alone
-from dayzero.onboard.structure.layer_wiring import LayerParts, Unit
+from dayzero.onboard.structure.units import LayerParts, Unit
 
 _EXACT = 1e-9  # relative
 _SCALES = (1.0, 30.0)

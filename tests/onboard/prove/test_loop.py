@@ -7,7 +7,7 @@ from dayzero.onboard.candidates.evidence import literal
 from dayzero.onboard.prove.block import Attempt
 from dayzero.onboard.prove.loop import both_passes
 from dayzero.onboard.prove.proven import NotProven, ProvenLayer, ProvenPart
-from dayzero.onboard.structure.layer_wiring import Unit
+from dayzero.onboard.structure.units import Unit
 
 
 def part(name, path, block="RMSNorm"):
