@@ -3,6 +3,7 @@
 import difflib
 import json
 import math
+import os
 import re
 import shutil
 import sys
@@ -16,7 +17,7 @@ from rich.console import Console
 from rich.table import Table
 from typer.core import TyperGroup
 
-from dayzero.runtime.errors import InputError, RunFailed
+from dayzero.runtime.errors import InputError, RunFailed, unwritable
 
 
 class _RunByDefault(TyperGroup):
@@ -286,7 +287,8 @@ def _explain(tried: list[Any], module: str | None) -> None:
     if not chosen:
         raise InputError("--explain", found=module, expected="one of: " + ", ".join(item.module for item in tried))
     for item in chosen:
-        print(_plain(f"{item.module}: {item.block} of {item.candidates} candidates, {item.error:.1e} ({item.where})"))
+        of = f"{item.candidates} candidate" + "s" * (item.candidates != 1)
+        print(_plain(f"{item.module}: {item.block} of {of}, {item.error:.1e} ({item.where})"))
         if item.why:
             print(_plain(f"  {item.why}"))
         if item.bound:
@@ -405,6 +407,8 @@ def main() -> None:
     """Entry point. Exit codes: 0 good, 1 the verdict is bad, 2 bad input or usage, 130 interrupted."""
     # Proofs run thousands of tiny products: more threads only wait for one another, and one gives the same bits
     # everywhere. What is large asks for the others itself.
+    # What transformers advises is about kernels that the reference could be faster with.
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     if sys.argv[1:2] != ["inspect"]:  # which computes nothing, and is done in the time that torch takes to import
         import torch
 
@@ -422,8 +426,8 @@ def main() -> None:
         if isinstance(error, SystemExit) and error.code != 130:
             raise
         _end("interrupted; the same command goes on where this one stopped", 130, as_json)
-    except OSError as error:  # a full disk, a folder that may not be written
-        _end(f"{error.filename or 'files'}\n  found     {error.strerror or error}", 2, as_json)
+    except OSError as error:
+        _end(str(unwritable(error)), 2, as_json)
     except ModuleNotFoundError as error:
         hint = f"needs {error.name}: pip install 'dayzero[onboard]'"
         _end(hint, 2, as_json)

@@ -277,6 +277,12 @@ def _lifted_tests(spec: ModelSpec, small: ModelSpec | None) -> dict[str, str]:
     return {"tests/test_lifted.py": format_python(test), SMALL: canonical_json(small.model_dump(mode="json"))}
 
 
+def _within_positions(train: TrainConfig, spec: ModelSpec) -> TrainConfig:
+    """Settings whose examples are no longer than the model has positions, so that they train as they are written."""
+    longest = min(train.data.max_length, spec.max_positions or train.data.max_length)
+    return train.model_copy(update={"data": train.data.model_copy(update={"max_length": longest})})
+
+
 def canonical_json(value: Any) -> str:
     """JSON in the order of the fields, one space of indent and a final newline."""
     return json.dumps(value, indent=1, ensure_ascii=False) + "\n"
@@ -298,7 +304,7 @@ def render_package(
     files = {
         **model_files(spec),
         "plan.yaml": yaml.safe_dump(plan.model_dump(mode="json"), sort_keys=False, width=120),
-        "train.yaml": render_yaml(train),
+        "train.yaml": render_yaml(_within_positions(train, spec)),
         "ledger.json": canonical_json(ledger.model_dump(mode="json")),
         HASHES: canonical_json(hashes_as_data(alignment.hashes, [rule.build() for rule in spec.rules])),
         **_operator_files(operators),

@@ -10,7 +10,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from dayzero.runtime.errors import InputError, RunFailed
+from dayzero.runtime.errors import InputError, RunFailed, unwritable
 
 app = typer.Typer(
     name="runtime",
@@ -154,6 +154,8 @@ def main() -> None:
         _end(command, str(error), error.code, as_json)
     except KeyboardInterrupt:
         _end(command, "interrupted", 130, as_json)
+    except OSError as error:
+        _end(command, str(unwritable(error)), 2, as_json)
 
 
 def _end(command: str, text: str, code: int, as_json: bool) -> None:

@@ -234,7 +234,8 @@ def load_config(base: Path | dict[str, Any] | None, overrides: Iterable[str] = (
         first, *others = error.errors()
         key = ".".join(str(part) for part in first["loc"][:2])
         said = [first["msg"], *(other["msg"] for other in others if other["loc"][:2] == first["loc"][:2])]
-        expected = ", or ".join(dict.fromkeys(message.removeprefix("Value error, ") for message in said))
+        plain = (message.removeprefix("Value error, ").removeprefix("Input should be ") for message in said)
+        expected = ", or ".join(dict.fromkeys(plain))
         where = source.get(key, next((text for name, text in source.items() if name.startswith(f"{key}.")), key))
         found = str(first["input"]) if "." in key else ""
         raise InputError(where, found=found, expected=expected) from None

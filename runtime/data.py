@@ -109,7 +109,8 @@ def read_examples(path: Path, tokenizer: Any, *, max_length: int) -> Examples:
 def _rows(path: Path) -> Iterator[tuple[str, Any]]:
     """(file:line, value) of every row."""
     if not path.is_file():
-        raise InputError(str(path), found="no such file", expected="a training file (JSON lines)")
+        found = "a folder" if path.is_dir() else "no such file"
+        raise InputError(str(path), found=found, expected="a training file (JSON lines)")
     with path.open("rb") as stream:
         first = stream.read(4)
         if first == b"PAR1":

@@ -21,6 +21,12 @@ class InputError(Exception):
         super().__init__("\n".join(lines))
 
 
+def unwritable(error: OSError) -> InputError:
+    """What to tell of a full disk, or of a folder that may not be written: where, and what the system said."""
+    where = str(error.filename2 or error.filename or "what was being written")
+    return InputError(where, found=error.strerror or str(error), expected="a place that may be written, with room left")
+
+
 class RunFailed(Exception):
     """A run that ended early; the text is for the user, as it stands. code: 1, or 130 if it was interrupted."""
 

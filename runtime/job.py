@@ -308,6 +308,8 @@ def _check_shared_batches(model: CausalLM, config: TrainConfig) -> None:
 
 
 def _check_run(run: Path, resume: bool) -> None:
+    if run.exists() and not run.is_dir():
+        raise InputError(str(run), found="a file", expected="a folder, or none yet", hint="Choose another --run.")
     if not resume and checkpoints(run):
         raise InputError(
             str(run),

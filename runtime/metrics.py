@@ -9,6 +9,7 @@ from typing import Any
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.table import Column
 
 FILE = "metrics.jsonl"
 
@@ -52,7 +53,8 @@ class MetricsLog:
         self.progress = None
         if console.is_terminal:
             columns = (TextColumn("step"), MofNCompleteColumn(), BarColumn(), TextColumn("{task.description}"))
-            self.progress = Progress(*columns, TimeRemainingColumn(), console=console)
+            left = TimeRemainingColumn(table_column=Column(no_wrap=True, min_width=len("0:00:00")))
+            self.progress = Progress(*columns, left, console=console)
             self.task = self.progress.add_task("", total=steps, completed=done)
 
     def __enter__(self):

@@ -45,8 +45,9 @@ def coverage_rung(
         for name, region, part in rule.write(value, shapes, source=again):
             seen.add(name)
             exported = part.to(torch_dtype(checkpoint.headers[name].dtype))
-            if not _same_bits(exported, again.read(name, region)):
-                errors[f"{name} comes back changed"] = float("inf")
+            stored = again.read(name, region)
+            if not _same_bits(exported, stored):
+                errors[f"{name} {_why(stored)}"] = float("inf")
                 different += 1
         tell(len(seen), total)
     mapped = {name for group in ledger.groups if group.fate == "mapped" for name in [group.pattern]}
@@ -54,6 +55,12 @@ def coverage_rung(
     if tables:
         errors |= table_errors(checkpoint.config, tables, bound, reader, shapes)
     return judge(errors, THRESHOLDS["L0"]), hashes
+
+
+def _why(stored: Tensor) -> str:
+    """What is wrong with a tensor whose bits changed: no arithmetic keeps those of a NaN."""
+    holds_nan = stored.is_floating_point() and bool(stored.float().isnan().any())
+    return "holds NaN: is this file whole?" if holds_nan else "comes back changed"
 
 
 def _same_bits(a: Tensor, b: Tensor) -> bool:

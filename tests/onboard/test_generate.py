@@ -26,7 +26,7 @@ from dayzero.onboard.generate import (
 from dayzero.onboard.inspect.classify import Ledger
 from dayzero.onboard.prove.interventions import Intervention
 from dayzero.onboard.report.report import Findings
-from dayzero.runtime.config import load_config
+from dayzero.runtime.config import TrainConfig, load_config
 from dayzero.runtime.package import load_package
 from dayzero.runtime.plan import read_plan
 from dayzero.runtime.spec import BlockSpec, LayerKind, ModelSpec, PartSpec, Proof, SourceSpec
@@ -64,6 +64,14 @@ def parts():
 def render(parts, **changes):
     held = {**parts, **changes}
     return render_package(*(held[name] for name in ("spec", "ledger", "plan", "train", "findings", "alignment")))
+
+
+@pytest.mark.parametrize(("positions", "length"), [(77, 77), (None, 1024), (4096, 1024)])
+def test_settings_train_as_they_are_written(parts, positions, length):
+    spec = parts["spec"].model_copy(update={"max_positions": positions})
+    train = parts["train"].model_copy(update={"data": TrainConfig().data})
+    written = yaml.safe_load(render(parts, spec=spec, train=train)["train.yaml"])
+    assert written["data"]["max_length"] == length
 
 
 def rename(source, nasty):

@@ -70,6 +70,26 @@ def test_bad_input_is_exit_code_2_without_a_traceback(more, says, runtime, tiny_
     assert not (tmp_path / "run").exists()
 
 
+def test_a_run_folder_that_is_a_file(runtime, tiny_run, tmp_path):
+    (tmp_path / "run").write_text("mine")
+    code, _, err = runtime(*train(tiny_run, tmp_path / "run"))
+    assert (code, err) == (
+        2,
+        f"error: {tmp_path / 'run'}\n  found     a file\n  expected  a folder, or none yet\n  Choose another --run.\n",
+    )
+    assert (tmp_path / "run").read_text() == "mine"
+
+
+def test_a_full_disk_names_the_file_that_has_no_room(runtime, tmp_path, monkeypatch):
+    def full(*arguments, **options):
+        raise OSError(28, "No space left on device", "source/model.safetensors", None, "out/model.safetensors")
+
+    monkeypatch.setattr("dayzero.runtime.export.export", full)
+    code, _, err = runtime("export", tmp_path, "-o", tmp_path / "out")
+    assert code == 2
+    assert err.splitlines()[:2] == ["error: out/model.safetensors", "  found     No space left on device"]
+
+
 def test_a_bad_line_of_the_data_is_named(runtime, tiny_run, tmp_path):
     lines = tiny_run.data.read_text().splitlines()
     lines[16] = lines[16][:-9]

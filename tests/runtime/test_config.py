@@ -34,7 +34,7 @@ def test_overrides_win_over_the_file(tmp_path):
         ("train.steps=0", "greater than or equal to 1"),
         ("train.steps=many", "many"),
         ("train.precision=fp8", "'bf16' or 'fp32'"),
-        ("parallel.tp=two", "integer.*, or Input should be 'auto'"),
+        ("parallel.tp=two", "expected  a valid integer.*, or 'auto'"),
         ("train.steps", "section.key=value"),
         ("data.max_length=99999", "does not fit into tokens_per_rank"),
         ("lora.rank=[", "YAML value"),

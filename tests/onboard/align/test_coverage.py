@@ -22,3 +22,14 @@ def test_whole_numbers_go_in_and_out_as_they_are(tmp_path):
     found, hashes = coverage_rung(read_checkpoint(tmp_path), ledger, spec)
     assert (found.verdict, found.worst) == ("PASS", 0.0), found.where
     assert hashes.keys() == {"ours.held", "ours.small"}
+
+
+def test_a_tensor_that_holds_nan_is_named(tmp_path):
+    """Its payload is one that arithmetic does not keep."""
+    odd = torch.tensor([0x3F80, 0x7F81], dtype=torch.int16).view(torch.bfloat16)
+    save_file({"held": odd}, tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text("{}")
+    ledger: Any = SimpleNamespace(unaccounted=[], groups=[])
+    spec: Any = SimpleNamespace(rules=[SimpleNamespace(build=lambda: Rule("ours.held", Stored("held")))])
+    found, _ = coverage_rung(read_checkpoint(tmp_path), ledger, spec)
+    assert (found.verdict, found.where) == ("FAIL", "held holds NaN: is this file whole?")
