@@ -7,7 +7,6 @@ from typing import Any
 
 from dayzero.onboard.by_rules import ASSUMED
 from dayzero.onboard.by_rules.settings import Settings, unverified
-from dayzero.onboard.prove.proven import Unproven
 from dayzero.runtime.spec import BlockSpec, LayerKind
 from dayzero.runtime.weights import Concat, Source, Stack, Stored
 
@@ -50,10 +49,11 @@ class Found:
 
 @dataclass
 class Layer:
-    """A kind of layer as its tensors show it. where: for messages. sources: parameter, relative to the layer, -> where
-    it comes from. has: what its tensors show (`settings.FLAGS`). head_dim: of its heads. open: what stays undecided."""
+    """A kind of layer as its tensors show it. numbers: of the layers. sources: parameter, relative to the layer, ->
+    where it comes from. has: what its tensors show (`settings.FLAGS`). head_dim: of its heads. open: what stays
+    undecided, (where, why)."""
 
-    where: str
+    numbers: list[int]
     found: Sequence[Found]
     hidden: int
     settings: Settings
@@ -61,10 +61,10 @@ class Layer:
     sources: dict[str, Source] = field(default_factory=dict)
     has: dict[str, bool] = field(default_factory=dict)
     head_dim: int = 0
-    open: list[Unproven] = field(default_factory=list)
+    open: list[tuple[str, str]] = field(default_factory=list)
 
-    def undecided(self, name: str, why: str, todo: str = "") -> None:
-        self.open.append(Unproven(f"{name} ({self.where})", why, todo=todo))
+    def undecided(self, name: str, why: str) -> None:
+        self.open.append((name, why))
 
     def of(self, *roles: str) -> list[Found]:
         return [found for found in self.found if found.role in roles]
@@ -72,7 +72,7 @@ class Layer:
     def kind(self) -> LayerKind | None:
         """The layer as parts and wiring; None where rules leave something open."""
         for found in self.found:
-            if found.role not in _COVERED or not found.is_numbered_as_usual:
+            if found.role not in _COVERED or (found.role != "expert" and not found.is_numbered_as_usual):
                 role = "of no known role" if found.role == "unknown" else f"of the role '{found.role}'"
                 self.undecided(found.pattern, f"{list(found.shape)}, {role}: no rule says what it computes")
         norms, mixer, ffn = self._norms(), self._attention(), self._feed_forward()
@@ -236,7 +236,7 @@ class Layer:
         for found in tensors:
             match = re.search(r"(?:^|\.)(\w+)\.(weight|bias)$", found.tail)
             key = (_PROJECTIONS.get(match[1], ""), match[2]) if match else ("", "")
-            if not key[0] or key in named:
+            if not key[0] or key in named or not found.is_numbered_as_usual:
                 self.undecided(
                     found.pattern,
                     f"{list(found.shape)}: rules know a gate, a value and the way back, each a matrix of its own; in "

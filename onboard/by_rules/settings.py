@@ -1,6 +1,7 @@
 """What a config says of a model, by synonym alone. Every other field that could change the maths stays open."""
 
 import math
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, TypeGuard
@@ -46,6 +47,7 @@ _SCALINGS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
         ("original_max_position_embeddings", "beta_fast", "beta_slow", "attention_factor", "truncate"),
     ),
 }
+_FURTHER = re.compile(r"(^|_)(mtp|nextn)(_|$)")  # of layers that predict further tokens, which are carried
 _WORDS = {"full_attention", "sliding_attention"}
 _OF_EVERY_ROTARY = {"rope_type", "type", "rope_theta", "partial_rotary_factor"}
 
@@ -264,6 +266,8 @@ class Settings:
             if value in (None, [], {}) or first in self.view.used or {first, name} & IRRELEVANT.keys():
                 continue
             if name in sizes or (last, value) == ("top_k", 50):  # shapes show sizes; 50 is what old configs sample from
+                continue
+            if _FURTHER.search(name):
                 continue
             yield name, next((MATHS[part] for part in name.split(".") if part in MATHS), "")
 

@@ -61,10 +61,10 @@ def specify_by_rules(
     embedding = next(iter(outside["embedding"]), None)
     hidden = embedding.shape[1] if embedding is not None else settings.size("hidden")
     layers = list(_layers(text, kinds, hidden, settings))
-    specs = [layer.kind() for layer, _ in layers]
-    open_items += [item for layer, _ in layers for item in layer.open]
-    has = {name: True for layer, _ in layers for name, there in layer.has.items() if there}
-    sizes_of_heads = {layer.head_dim for layer, _ in layers}
+    specs = [layer.kind() for layer in layers]
+    open_items += _open_in(layers)
+    has = {name: True for layer in layers for name, there in layer.has.items() if there}
+    sizes_of_heads = {layer.head_dim for layer in layers}
     whole = [spec for spec in specs if spec is not None]
     complete = len(whole) == len(specs)
     if complete and len(sizes_of_heads) != 1:
@@ -84,7 +84,7 @@ def specify_by_rules(
         raise NotProven([_no_reference(why), *distinct])
     sources: list[tuple[dict[str, Source], list[int] | None]] = [
         ({"embed.weight": _embedding(embedding, outside["head"], tied), "norm.weight": Stored(last.pattern)}, None),
-        *(({f"layers.{{layer}}.{p}": s for p, s in layer.sources.items()}, numbers) for layer, numbers in layers),
+        *(({f"layers.{{layer}}.{p}": s for p, s in layer.sources.items()}, layer.numbers) for layer in layers),
     ]
     if not tied:
         sources[0][0]["head.weight"] = Stored(outside["head"][0].pattern)
@@ -97,7 +97,7 @@ def specify_by_rules(
             tied=tied,
             rotaries=[rotary],
             layer_kinds=whole,
-            layers=_runs([numbers for _, numbers in layers]),
+            layers=_runs([layer.numbers for layer in layers]),
             norm=norm(last, settings, [f"{ASSUMED}embeddings and logits are neither scaled nor capped"]),
             rules=quantised_rules(list(_rules(sources)), packed),
             max_positions=_positions(settings.view),
@@ -182,10 +182,8 @@ def _outside(text: _Text, outside: Mapping[str, list[Found]], tied: bool) -> Ite
         yield Unproven("norm", f"found {list(outside['norm'][0].shape)}, expected the width of the embedding")
 
 
-def _layers(
-    text: _Text, kinds: Mapping[int, Kind], hidden: int, settings: Settings
-) -> Iterator[tuple[Layer, list[int]]]:
-    """Every kind of layer by its tensors and its window, and which layers it is."""
+def _layers(text: _Text, kinds: Mapping[int, Kind], hidden: int, settings: Settings) -> Iterator[Layer]:
+    """Every kind of layer, by its tensors and its window."""
     members: dict[int, list[Found]] = {}
     for raw, _, found in text:
         for number in raw.layers:
@@ -194,8 +192,17 @@ def _layers(
     for number, found in sorted(members.items()):
         together.setdefault((tuple(found), kinds[number].mixer == "sliding"), []).append(number)
     for (found, sliding), numbers in together.items():
-        word = "layer" if len(numbers) == 1 else "layers"
-        yield Layer(f"{word} {ranges(numbers)}", found, hidden, settings, sliding), numbers
+        yield Layer(numbers, found, hidden, settings, sliding)
+
+
+def _open_in(layers: list[Layer]) -> Iterator[Unproven]:
+    """What stays undecided in layers, once for all layers in which it is the same."""
+    together: dict[tuple[str, str], list[int]] = {}
+    for layer in layers:
+        for item in layer.open:
+            together.setdefault(item, []).extend(layer.numbers)
+    for (where, why), numbers in together.items():
+        yield Unproven(where, why, layers=ranges(sorted(set(numbers))))
 
 
 def _runs(layers: list[list[int]]) -> list[LayerRun]:
