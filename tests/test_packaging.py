@@ -130,6 +130,7 @@ def test_generated_packages_import_torch_and_the_runtime():
     assert not wrong
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("installed", [True, False])
 def test_runtime_loads_no_extra_and_needs_none(installed):
     """All modules of the runtime are imported, with the extra libraries at hand and as on a bare training node."""

@@ -269,6 +269,7 @@ def test_a_broken_generation_config(onboard, copy):
     refused(onboard, checkpoint, "generation_config.json", "list")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("family", "field", "value", "tensor"),
     [
@@ -411,6 +412,7 @@ def test_what_is_not_understood_is_listed(onboard, copy, changes, says):
     unproven(onboard, checkpoint, says)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("changes", "lifted"),
     [

@@ -114,6 +114,7 @@ def random_choices(model, generator):
     return [(like, score.topk(like[1], -1).indices) for like, score in zip(sizes, scores, strict=True)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [*tiny.FAMILIES, *VARIANTS])
 def test_logits_loss_and_every_gradient_are_those_of_transformers(name):
     made = onboarded.get(name)
@@ -155,6 +156,7 @@ def tensors_of(folder):
     return {name: tensor for file in sorted(folder.glob("*.safetensors")) for name, tensor in load_file(file).items()}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name",
     [

@@ -40,6 +40,7 @@ def inputs(rng, counts, n, k, tail, dtype):
     }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("backend", "dtype"), CASES)
 @pytest.mark.parametrize("sizes", SIZES)
 def test_agrees_with_float64(evaluate, backend, dtype, sizes, rng):

@@ -5,9 +5,11 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 from zoo.conformance import write_checkpoint
 
 
+@pytest.mark.slow
 def test_the_list_says_where_and_nothing_is_written(tmp_path):
     """An architecture without a reference: nobody has its code."""
     folder = write_checkpoint("mixtral", tmp_path / "checkpoint")

@@ -226,6 +226,7 @@ def test_bad_package_names(tmp_path, name):
         cli.package_name(tmp_path, name)
 
 
+@pytest.mark.slow
 def test_explain_lists_every_candidate_and_its_miss(onboard, tmp_path):
     code, _, err = onboard("generate", onboarded.checkpoint("mixtral"), "-o", tmp_path, "--name", "mixtral")
     assert code == 0, err

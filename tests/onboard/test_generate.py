@@ -98,6 +98,7 @@ class Tags(HTMLParser):
         self.text.append(data)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("nasty", NASTY)
 def test_text_of_a_checkpoint_reaches_a_package_as_literals_only(parts, nasty, tmp_path):
     spec, ledger = parts["spec"], parts["ledger"]

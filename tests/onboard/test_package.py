@@ -53,6 +53,7 @@ def test_hashes_are_those_of_the_weights_that_the_ladder_read(package):
     assert load_package(onboarded.get("mixtral").package).hashes is None  # without the ladder nobody read them
 
 
+@pytest.mark.slow
 def test_a_changed_byte_anywhere_is_found_and_its_file_named(package):
     draw = random.Random(0)
     for file in generated(package):
@@ -74,6 +75,7 @@ def test_a_digit_of_the_lock_that_no_report_shows_counts_too(package):
     assert any(line.startswith("onboard.lock:") for line in check_package(package))
 
 
+@pytest.mark.slow
 def test_a_removed_file_is_named(package):
     for file in generated(package):
         name, content = file.relative_to(package).as_posix(), file.read_bytes()
@@ -106,6 +108,7 @@ def test_another_version_is_said_before_anything_else(package):
         check_package(package)
 
 
+@pytest.mark.slow
 def test_decisions_and_custom_files_survive_a_second_run(tmp_path):
     source = onboarded.checkpoint("llama")
     run = Run(source, tmp_path, "llama", 8, 64.0, align=False)

@@ -80,6 +80,7 @@ def test_windows_belong_to_their_own_layers():
     assert windows == [None, 5, None]
 
 
+@pytest.mark.slow
 def test_sizes_of_the_real_model_not_of_the_small_one():
     """A config of another size with the same arithmetic: nothing of the shrunk model is left in the specification."""
     source = read_checkpoint(onboarded.checkpoint("mixtral"))
@@ -101,6 +102,7 @@ def test_sizes_of_the_real_model_not_of_the_small_one():
     assert (experts.source.count, experts.ranges) == (128, {"layer": (0, 40)})
 
 
+@pytest.mark.slow
 def test_specifying_again_gives_the_same():
     source = read_checkpoint(onboarded.checkpoint("llama"))
     one, other = (specify_checkpoint(source, "x", {}, lambda line: None) for _ in range(2))

@@ -89,6 +89,7 @@ def zipf(updates: str, rate: float, steps: int = 200) -> list[float]:
     return loads
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("updates", "rate"), [("sign", 0.004), ("proportional", 0.002), ("quantile", 0.2)])
 def test_a_zipf_router_comes_down(updates, rate):
     loads = zipf(updates, rate)

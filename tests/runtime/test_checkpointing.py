@@ -41,6 +41,7 @@ def same(one, other):
     return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
 
 
+@pytest.mark.slow
 def test_keeps_the_newest(saved):
     assert [path.name for path in checkpointing.checkpoints(saved[0])] == [f"step_0000000{n}" for n in (8, 6, 4)]
     assert checkpointing.step_of(checkpointing.latest(saved[0])) == 8
@@ -131,6 +132,7 @@ def test_nothing_but_damaged_checkpoints_is_an_error(run, package):
         harness.run(ranks_train.restore, 2, package, SMALLER, run)
 
 
+@pytest.mark.slow
 def test_a_rank_that_dies_while_saving_leaves_the_last_checkpoint_alone(run, package, saved):
     with pytest.raises(harness.RankError, match="rank 1: the process died"):
         harness.run(ranks_train.die_while_saving, 2, package, SMALLER, run, 10)

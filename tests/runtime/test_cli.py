@@ -133,6 +133,7 @@ def test_plan(runtime, tiny_run):
     assert runtime("plan", tiny_run.package, "--devices", "128")[0] == 0
 
 
+@pytest.mark.slow
 def test_starting_the_command_imports_nothing_heavy():
     heavy = ("transformers", "langchain", "triton", "datasets", "tensorboard", "torch")
     code = f"import sys, dayzero.runtime.cli; print([name for name in {heavy} if name in sys.modules])"

@@ -115,6 +115,7 @@ def models(packages):
     return model_results(packages, CASES)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("world", "name"), by_world(CASES))
 def test_a_model_equals_one_process(world, name, models):
     for result in (of_rank[name] for of_rank in models(world)):

@@ -243,6 +243,7 @@ def test_load_tokenizer(tmp_path, tokenizer):
             load_tokenizer(tmp_path / bad)
 
 
+@pytest.mark.slow
 def test_without_transformers(tmp_path):
     code = f"""
 import sys

@@ -39,6 +39,7 @@ def close(got, want):
     return (got - want).norm() <= 1e-5 * want.norm()
 
 
+@pytest.mark.slow
 def test_a_whole_checkpoint_is_the_trained_model(case, tmp_path):
     mode, checkpoint, run, logits = case
     report = export(run, tmp_path / "out")

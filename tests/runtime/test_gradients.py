@@ -46,6 +46,7 @@ def errors(package):
     return lambda case: [of_rank[case] for of_rank in computed(GRID[case] in FAST)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "case",
     [pytest.param(n, marks=() if case in FAST else pytest.mark.slow) for n, case in enumerate(GRID)],

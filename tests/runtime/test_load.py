@@ -151,6 +151,7 @@ def test_two_parameters_that_changed_places(package, hashes):
         load(package, hashes=exchanged)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", [(1, 2, 1), (1, 2, 2), (2, 1, 1), (2, 1, 2)], ids=str)
 def test_ranks_add_up(package, hashes, changed, layout):
     """Dense and expert parameters over every mesh of two; replicas count twice. All ranks say the same."""

@@ -133,6 +133,7 @@ def package(tmp_path_factory):
     return handmade.write(tiny.make("mixtral", folder / "checkpoint", **config), folder / "package")
 
 
+@pytest.mark.slow
 def test_every_mesh_rounds_alike(package):
     """The same gradients give the same codes wherever the shards lie, but for what the last bit of a sum decides."""
     cases = [Optimizer(lr=0.05, weight_decay=0.1, states=kept) for kept in ("bf16", "8bit")]

@@ -139,6 +139,7 @@ LAYOUTS = {
 }
 
 
+@pytest.mark.slow
 def test_meshes_equal_one_process(package):
     """Rows that do not divide over the ranks, experts cut by rows over efsdp, and copies."""
     settings = Optimizer(name="muon", lr=0.05, weight_decay=0.1, groups={"embedding": Group(name="muon")})

@@ -73,6 +73,7 @@ def errors(packages):
     return lambda name: [of_rank[name] for of_rank in computed(name in FAST)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name", [name if name in FAST else pytest.param(name, marks=pytest.mark.slow) for name in CASES]
 )
@@ -115,6 +116,7 @@ def on_worlds(packages):
     return model_results(packages, WORLDS)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("world", "name"), by_world(WORLDS))
 def test_equals_one_process_on_any_number_of_ranks(world, name, on_worlds):
     padded = WORLDS[world][name][2].get("pad", False)

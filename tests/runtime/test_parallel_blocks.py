@@ -46,6 +46,7 @@ def errors():
 LOSSES = {"auxiliary_loss": 0.5, "sequence_loss": 0.25, "z_loss": 0.125}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", [(1, 1, 2, 2), (1, 1, 1, 1, 2)], ids=["tp", "cp"])
 def test_losses_of_routers_count_every_pass_and_every_token_once(layout):
     cases = [(name, layout, {**LOSSES, "recomputed": True, "accumulation": 3}) for name in sorted(FAST)]
@@ -78,6 +79,7 @@ def test_everything_on_four_ranks():
             assert found["counted alike"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "case"),
     [

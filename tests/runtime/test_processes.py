@@ -20,6 +20,7 @@ print(steps[0], sum(steps[12:]))
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="glibc's allocator")
 @pytest.mark.parametrize("how", ["keeps", "gives back"])
 def test_memory_that_was_freed_serves_again(how):

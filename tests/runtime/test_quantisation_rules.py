@@ -276,6 +276,7 @@ def coded(leaf, values, index):
             .view(*values.shape[:-1], 1)}  # fmt: skip
 
 
+@pytest.mark.slow
 @settings(max_examples=200, deadline=None)
 @given(cases(), st.integers(0, 1), st.data())
 def test_chains_of_rules_over_quantised_tensors_are_bijections(case, odd, data):

@@ -50,6 +50,7 @@ def records(run, name):
     return [record[name] for record in read_metrics(run) if name in record]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("world", "settings"),
     [
@@ -113,6 +114,7 @@ def test_a_step_equals_that_of_one_process(package):
 LOSSES = {"auxiliary_loss": 0.5, "sequence_loss": 0.25, "z_loss": 0.125}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("world", "cases"),
     [

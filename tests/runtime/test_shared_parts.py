@@ -1,6 +1,7 @@
 """Gradients of parts that layers share, on meshes: each is the sum over its uses, whatever holds the parameters."""
 
 import harness
+import pytest
 import shared_model
 import torch
 
@@ -8,6 +9,7 @@ from dayzero.runtime.lora import apply_lora
 from dayzero.runtime.parameter_roles import trained_parameters
 
 
+@pytest.mark.slow
 def test_gradients_equal_those_of_one_process():
     """Sharded, over tensor parallel ranks, and over context parallel ranks."""
     layouts = [(1, 2, 1), (1, 1, 1, 2), (1, 1, 1, 1, 2)]

@@ -139,6 +139,7 @@ def models(packages):
     return model_results(packages, CASES)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("world", "name"), by_world(CASES))
 def test_a_model_equals_one_process(world, name, models):
     tolerance = 2e-6 if "dtype" in CASES[world][name][2] else 1e-9

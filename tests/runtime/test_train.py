@@ -81,6 +81,7 @@ def plain_losses(tiny_run, run, steps, batches_per_step):
     return records
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("world", "settings"),
     [
@@ -147,6 +148,7 @@ def test_lora_trains_adapters_alone_and_evaluates(run_training, tiny_run):
     assert all(record["peak_bytes"] > 1e7 and 0 < record["tokens"] <= 128 for record in records)
 
 
+@pytest.mark.slow
 def test_ranks_without_examples_take_part(run_training, tiny_run, tmp_path):
     few = tmp_path / "few.jsonl"
     few.write_text("".join(tiny_run.data.read_text().splitlines(keepends=True)[:2]))
@@ -211,6 +213,7 @@ def test_a_single_bad_step_is_skipped_counted_and_kept(run_training, tmp_path, m
     assert "embed.weight" in kept["parameters"]
 
 
+@pytest.mark.slow
 def test_a_resumed_run_on_other_ranks_keeps_the_batches_of_a_step(run_training):
     settings = [*FULL, "train.steps=6", "checkpoint.every=3"]
     whole = run_training("whole", *settings, "parallel.ep=2", world=2)
@@ -223,6 +226,7 @@ def test_a_resumed_run_on_other_ranks_keeps_the_batches_of_a_step(run_training):
         assert norm == pytest.approx(want_norm, rel=2e-4)
 
 
+@pytest.mark.slow
 def test_the_best_checkpoint_is_kept(run_training, tiny_run):
     settings = [*FULL, "train.steps=6", "checkpoint.every=2", "checkpoint.keep=1", "checkpoint.keep_best=1"]
     run = run_training("run", *settings, "eval.every=100", "optimizer.lr=0.3", eval_data=tiny_run.eval_data)
@@ -238,6 +242,7 @@ def test_keeping_the_best_takes_held_out_data(run_training):
         run_training("run", "checkpoint.keep_best=1")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["muon", "adamw"])
 def test_small_states_and_muon_train(name, run_training, tiny_run):
     settings = [*FULL, "train.steps=6", f"optimizer.name={name}"]
@@ -291,6 +296,7 @@ def test_settings_that_do_not_fit_are_refused_before_any_process(settings, world
         run_training("run", *settings, world=world)
 
 
+@pytest.mark.slow
 def test_parts_losses_and_loads_in_a_run(run_training):
     """Two ranks that share the experts, tokens in parts: the losses of one process, and what the metrics add."""
     settings = ("train.steps=3", "train.mode=full", "balance.sequence_loss=0.1", "balance.z_loss=0.01")

@@ -45,6 +45,7 @@ def test_the_mutants_are_many_and_apart():
     assert all((mutant.change is None) != (mutant.code is None) for mutant in MUTANTS)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", sorted({mutant.family for mutant in MUTANTS if mutant.name in FEW}))
 def test_what_is_mutated_passes_as_it_is(family):
     assert as_it_is(family).verdict == "PASS"

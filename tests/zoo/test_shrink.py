@@ -20,6 +20,7 @@ def tensors(signature):
     return {entry for entry in kind_of(signature) if entry[0].startswith("shape of ")}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", NAMES)
 def test_a_family_shrinks(family):
     config = families.config(family)

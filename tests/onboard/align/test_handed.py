@@ -24,6 +24,7 @@ def rung(family, tmp_path, change=lambda spec: spec):
     return blocks_rung(*package(family, tmp_path, change))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("family", "lines"),
     [
@@ -64,6 +65,7 @@ def test_all_that_is_handed_is_compared(family, lines, tmp_path):
         assert any(detail.startswith(line + ":") for detail in found.details), (line, found.details)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("family", "change", "named"),
     [

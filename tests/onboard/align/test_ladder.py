@@ -182,6 +182,7 @@ def test_the_model_rung_passes(mixtral):
     assert parameters == len(specification.shrunk.rules)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "break_it",
     [

@@ -91,6 +91,7 @@ def test_what_is_special(family, path, expected):
     assert {name: arguments[name] for name in expected} == expected
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("family", "path", "router"),
     [

@@ -53,6 +53,7 @@ def site(family, path, **changes):
     return site_of(calls, next(name for name in calls if name.endswith(path)), text)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("family", "path", "block", "wanted"), PROVEN)
 def test_is_proven(family, path, block, wanted):
     here = site(family, path)
@@ -77,6 +78,7 @@ def test_tokens_that_nothing_is_chosen_for(path):
     assert best.spec(here.module, here.config).arguments["unseeing"] == "all"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("family", "argument", "value"),
     [

@@ -440,6 +440,7 @@ def source(tmp_path_factory):
     return with_fields(onboarded.checkpoint("mixtral"), folder, **STATED)
 
 
+@pytest.mark.slow
 def test_onboarding_stops_at_what_is_not_true_and_says_what_to_do(source):
     with pytest.raises(NotProven) as raised:
         specify_checkpoint(source, "x", {}, lambda line: None)
@@ -449,6 +450,7 @@ def test_onboarding_stops_at_what_is_not_true_and_says_what_to_do(source):
     assert "decisions.yaml" in told.why
 
 
+@pytest.mark.slow
 def test_a_person_may_accept_it_and_the_reports_tell(source):
     decisions = {"ignore_config": {"scoring_func": "an old export"}}
     specification, ledger = specify_checkpoint(source, "x", decisions, lambda line: None)

@@ -69,6 +69,7 @@ def test_a_miss_names_what_is_near(wrong, right):
 # --- what is shown ----------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @names
 def test_the_table_fits_80_columns(name, capsys):
     console = Console(width=80)

@@ -51,6 +51,7 @@ def changed(name, listed=None, **changes):
     return classify(skeleton.checkpoint(name, listed, **changes))
 
 
+@pytest.mark.slow
 @names
 def test_kinds_experts_and_formats(name):
     mixers, feed_forwards, experts, formats, further = FACTS[name]
@@ -64,6 +65,7 @@ def test_kinds_experts_and_formats(name):
     assert not whats(found, "damage")
 
 
+@pytest.mark.slow
 @names
 def test_every_tensor_and_byte_is_in_one_group(name):
     listed, found = skeleton.tensors(name), ledger(name)
@@ -167,6 +169,7 @@ def test_no_name_decides(model_type):
     assert (found.layers, found.experts) == (ledger("Kimi-Linear-48B-A3B").layers, found.experts)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("field", "value", "what"),
     [

@@ -23,6 +23,7 @@ SLOW = [
 ]  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", [*FAST, *(pytest.param(name, marks=pytest.mark.slow) for name in SLOW)])
 def test_every_module_of_a_layer_is_reproduced(family):
     found = dict(lifted_sites.verdicts(family))

@@ -43,6 +43,7 @@ def made(tmp_path_factory):
     return checkpoint, values, specify(config, checkpoint.identity(), "quantised", headers=checkpoint.headers)
 
 
+@pytest.mark.slow
 def test_experts_are_decoded(made):
     checkpoint, values, specification = made
     rules = [rule.build() for rule in specification.spec.rules]

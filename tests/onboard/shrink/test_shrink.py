@@ -73,6 +73,7 @@ def test_the_small_model_has_the_same_names_in_other_sizes(name):
         assert rows != columns or name == "olmoe", parameter.shape
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "kept"),
     [*PUBLISHED.items(), *(pytest.param(*item, marks=pytest.mark.slow) for item in MORE_PUBLISHED.items())],

@@ -65,6 +65,7 @@ def test_both_stacks_are_found():
     assert discover(model_of("mixtral"), IDS).encoder is None
 
 
+@pytest.mark.slow
 def test_layers_of_both_stacks_are_proven_and_their_experts_are_ours():
     model, made = proven("switch_transformers")
     dense, routed = made.layers
@@ -84,6 +85,7 @@ def test_layers_of_both_stacks_are_proven_and_their_experts_are_ours():
         assert relative_error(got, reference.run(model, IDS)) <= TOLERANCE
 
 
+@pytest.mark.slow
 def test_experts_that_contradict_their_router_are_copied_and_told_of():
     model, made = proven("nllb_moe")
     assert [blocks(layer)[-1] for layer in made.layers] == ["ffn FeedForward", "ffn Lifted"]

@@ -26,6 +26,7 @@ def step_by_step(query, key, value, write, keep, eps=1e-2):
     return torch.cat(rows)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("chunk", [1, 8, 64])
 @pytest.mark.parametrize("size", [0.3, 1.0, 8.0])
 def test_chunks_give_the_recurrence_and_its_gradients(chunk, size):

@@ -15,6 +15,7 @@ def by_definition(key, value, decay, bonus):
     return torch.stack(rows)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("chunk", [1, 8, 64])
 @pytest.mark.parametrize("size", [0.1, 1.0, 100.0])
 def test_chunks_give_the_weighted_mean_and_its_gradients(chunk, size):
