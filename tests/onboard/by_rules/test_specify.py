@@ -15,6 +15,7 @@ from dayzero.onboard.checkpoint import read_checkpoint
 from dayzero.onboard.oracle.reference import build, run
 from dayzero.onboard.prove.block import relative_error
 from dayzero.onboard.prove.proven import NotProven
+from dayzero.runtime.quantisation import FORMATS, decode, encode
 from dayzero.runtime.safetensors_reader import SafetensorsReader
 from dayzero.runtime.weights import bind
 
@@ -112,6 +113,36 @@ def test_what_rules_took_for_granted_is_evidence(tmp_path):
     assert "assumed: scores are sigmoids, since a correction bias is stored and no field says" in routed
     assert "weights scaled from routed_scaling_factor=1.7" in routed
     assert "assumed: the first 6 of 12 channels turn" in evidence["config.json"]
+
+
+def test_quantised_experts_under_another_prefix_beside_a_tower(tmp_path):
+    family, fields, more = CASES["experts under w1, w2, w3"]
+    sizes = {"hidden_size": 64, "intermediate_size": 96}
+    folder, known = novel(tmp_path / "novel", family, {**fields, **sizes, "dtype": torch.bfloat16}, more)
+    stored, values = {"vision_tower.patch.weight": torch.ones(4, 3)}, {}
+    for name, tensor in load_file(folder / "model.safetensors").items():
+        name, (rows, columns) = f"language_model.{name}", (*tensor.shape, 0)[:2]
+        if ".experts." not in name:
+            stored[name] = tensor
+            continue
+        zeros = {"packed": (rows, columns // 2), "scale": (rows, columns // 32)}
+        like = {role: torch.zeros(shape, dtype=torch.uint8) for role, shape in zeros.items()}
+        parts, _ = encode(FORMATS["mxfp4_packed"], tensor.float(), like)
+        values[name] = decode(FORMATS["mxfp4_packed"], parts)
+        stored |= {f"{name}_{role}": part for role, part in parts.items()}
+    save_file(stored, folder / "model.safetensors", {"format": "pt"})
+    text = {**known, **more, "model_type": "novel_text"}
+    config = {"architectures": ["NovelForVision"], "model_type": "novel", "text_config": text, "vision_config": {}}
+    (folder / "config.json").write_text(json.dumps(config))
+    checkpoint = read_checkpoint(folder)
+    specification, ledger = specify_checkpoint(checkpoint, "made", {}, lambda line: None)
+    rung, _ = coverage_rung(checkpoint, ledger, specification.spec)
+    assert (rung.verdict, rung.worst) == ("PASS", 0.0)
+    assert {g.pattern: g.fate for g in ledger.groups if g.part == "vision"} == {"vision_tower.patch.weight": "carried"}
+    rule = bind([rule.build() for rule in specification.spec.rules])["layers.1.ffn.experts.down"]
+    read = rule.read(SafetensorsReader(folder), {name: header.shape for name, header in checkpoint.headers.items()})
+    down = "language_model.model.layers.1.block_sparse_moe.experts.{}.w2.weight"
+    assert torch.equal(read.float(), torch.stack([values[down.format(expert)] for expert in range(6)]))
 
 
 def test_keys_and_values_from_one_latent_are_refused(tmp_path):
