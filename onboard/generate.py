@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any
 
 import jinja2
-import yaml
 
 import dayzero.templates
 from dayzero.onboard.align import Alignment
@@ -29,7 +28,7 @@ from dayzero.onboard.report.report import Findings, render_html, render_markdown
 from dayzero.runtime import nn
 from dayzero.runtime.config import TrainConfig, render_yaml
 from dayzero.runtime.custom_operators import SMALL
-from dayzero.runtime.plan import Plan
+from dayzero.runtime.plan import Plan, plan_text
 from dayzero.runtime.recorded_hashes import FILE as HASHES
 from dayzero.runtime.recorded_hashes import hashes_as_data
 from dayzero.runtime.spec import BlockSpec, LayerKind, ModelSpec, SourceSpec
@@ -303,7 +302,7 @@ def render_package(
     package_test = environment().get_template("tests/test_package.py.j2")
     files = {
         **model_files(spec),
-        "plan.yaml": yaml.safe_dump(plan.model_dump(mode="json"), sort_keys=False, width=120),
+        "plan.yaml": plan_text(plan),
         "train.yaml": render_yaml(_within_positions(train, spec)),
         "ledger.json": canonical_json(ledger.model_dump(mode="json")),
         HASHES: canonical_json(hashes_as_data(alignment.hashes, [rule.build() for rule in spec.rules])),

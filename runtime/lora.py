@@ -88,11 +88,6 @@ def reset_lora(model: nn.Module, generator: Generator) -> None:
             _fill(module.lora_b, torch.zeros(module.lora_b.shape, dtype=module.lora_b.dtype, device="cpu"))
 
 
-def merged_weight(module: LoRALinear) -> Tensor:
-    """W + alpha/rank * B A, in W's shape and dtype."""
-    return merge(module.weight.detach(), module.lora_a.detach(), module.lora_b.detach(), module.scale)
-
-
 def merge(weight: Tensor, lora_a: Tensor, lora_b: Tensor, scale: float) -> Tensor:
     """W [out, in] + scale * lora_b [out, rank] lora_a [rank, in], in W's dtype; summed in float32 at least."""
     compute = torch.promote_types(weight.dtype, torch.promote_types(lora_a.dtype, torch.float32))

@@ -60,10 +60,6 @@ class Packer:
             torch.tensor(ends, dtype=torch.int64),
         )
 
-    def epoch_of(self, step: int) -> float:
-        """How many times the data has been seen before `step`."""
-        return step / self.steps_per_epoch
-
     def _orders(self, epoch: int) -> tuple[np.ndarray, np.ndarray]:
         """(longest first, as drawn). The first packs best, and into equally many bins whatever the epoch."""
         drawn = np.random.default_rng((self.seed, epoch)).permutation(len(self.lengths))

@@ -232,9 +232,9 @@ def plan_for(
     )
 
 
-def write_plan(plan: Plan, file: Path) -> None:
-    """As YAML. `read_plan` gives the same plan back."""
-    file.write_text(yaml.safe_dump(plan.model_dump(mode="json"), sort_keys=False, width=120))
+def plan_text(plan: Plan) -> str:
+    """As YAML, of which `read_plan` makes the same plan."""
+    return yaml.safe_dump(plan.model_dump(mode="json"), sort_keys=False, width=120)
 
 
 def read_plan(file: Path) -> Plan:
