@@ -2,8 +2,8 @@
 what the islands are, a run in bfloat16 shows (`onboard.align.precision`).
 
 It is transformers' own class, or code that ships with the checkpoint where this process may run that
-(`onboard.remote_code.using`); both are built and run through the functions here. What its code keeps from training is
-replaced here only (`onboard.training_modes`), and its modules' constructor arguments are noted (`onboard.constructed`).
+(`oracle.remote_code.using`); both are built and run through the functions here. What its code keeps from training is
+replaced here only (`oracle.training_modes`), and its modules' constructor arguments are noted (`oracle.constructed`).
 """
 
 import contextlib

@@ -1,7 +1,7 @@
 """Model code that ships with a checkpoint: which files it is, what it is called by, and how it is imported.
 
 It is imported by explicit permission only (`--trust-remote-code`), from the checkpoint's folder alone, and in a process
-of its own (`onboard.sandbox`): `using` says in that process that it may be.
+of its own (`oracle.sandbox`): `using` says in that process that it may be.
 """
 
 import contextlib
