@@ -9,8 +9,9 @@ from torch import nn
 from dayzero.runtime.nn import Context, Inside, Lifted, RMSNorm
 from dayzero.runtime.nn.causal_lm import initialise
 from dayzero.runtime.nn.context import lengths_of, positions_of
+from dayzero.runtime.nn.lifted_operator import beside
 from dayzero.runtime.nn.lifted_settings import settings_value
-from dayzero.runtime.nn.lifted_source import beside, classes_of
+from dayzero.runtime.nn.lifted_source import classes_of
 from dayzero.runtime.spec import BlockSpec
 
 SOURCE = '''
@@ -196,4 +197,7 @@ def test_settings():
 
 def test_a_package_reads_the_file_beside_it(tmp_path):
     (tmp_path / "lifted.py").write_text(SOURCE)
-    assert beside(str(tmp_path / "model.py")).Sum is classes_of(SOURCE)["Sum"]
+    (tmp_path / "operators").mkdir()
+    loads = "from dayzero.runtime.nn.lifted_operator import operator\n\nSum = operator(__file__, 'Sum')\n"
+    (tmp_path / "operators" / "sum.py").write_text(loads)
+    assert beside(str(tmp_path / "model.py"), ["sum"]).Sum is classes_of(SOURCE)["Sum"]
