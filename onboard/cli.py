@@ -219,10 +219,10 @@ def plan(
 
 def _spec_of(source: Path, trust: bool, unsafe: bool) -> Any:
     """The specification of a package, or of a checkpoint, proven now."""
-    from dayzero.onboard.agent import specify_checkpoint
     from dayzero.onboard.by_rules import NOTICE
     from dayzero.onboard.checkpoint import read_checkpoint
     from dayzero.onboard.prove.proven import NotProven
+    from dayzero.onboard.specify_checkpoint import specify_checkpoint
 
     if (source / "spec.json").is_file():
         from dayzero.runtime.package import load_package
@@ -317,7 +317,7 @@ def check(package: PackageFolder, as_json: Json = False) -> None:
 @app.command()
 def report(package: PackageFolder, as_json: Json = False) -> None:
     """Prints a package's report, and where the HTML one is."""
-    from dayzero.onboard.agent import read_lock
+    from dayzero.onboard.install import read_lock
 
     lock = read_lock(package)
     text = (package / "REPORT.md").read_text() if (package / "REPORT.md").is_file() else ""

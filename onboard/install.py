@@ -1,6 +1,7 @@
 """Puts a rendered package in its place: all of it or nothing, a person's own files kept."""
 
 import hashlib
+import json
 import os
 import shutil
 import tempfile
@@ -122,3 +123,14 @@ def compare(folder: Path, files: Mapping[str, str]) -> list[str]:
         if file.is_file() and not ours and name not in files:
             lines.append(f"{name}: not generated")
     return lines
+
+
+def read_lock(folder: Path) -> dict[str, Any]:
+    """The lock of a package. Raises InputError if there is none."""
+    file = folder / "onboard.lock"
+    if not file.is_file():
+        raise InputError(str(folder), found="no onboard.lock", expected="a package that onboard wrote")
+    try:
+        return json.loads(file.read_text())
+    except ValueError as error:
+        raise InputError(str(file), found=str(error), expected="JSON") from None

@@ -6,16 +6,17 @@ from pathlib import Path
 
 from pydantic import ValidationError
 
-from dayzero.onboard.agent import climb, read_lock, specify_checkpoint
 from dayzero.onboard.align import Alignment
+from dayzero.onboard.align.climb import climb
 from dayzero.onboard.checkpoint import read_checkpoint
 from dayzero.onboard.generate import LOCK, VERSION, render_package, templates_sha256
 from dayzero.onboard.inspect.classify import Ledger
-from dayzero.onboard.install import LINK, compare, install, read_decisions
+from dayzero.onboard.install import LINK, compare, install, read_decisions, read_lock
 from dayzero.onboard.lifted_operators import custom_operators
 from dayzero.onboard.prove.proven import NotProven
 from dayzero.onboard.report.report import Findings
 from dayzero.onboard.specify import Tried
+from dayzero.onboard.specify_checkpoint import specify_checkpoint
 from dayzero.runtime.config import load_config
 from dayzero.runtime.custom_operators import SMALL
 from dayzero.runtime.errors import InputError

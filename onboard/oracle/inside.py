@@ -75,8 +75,8 @@ def _align(request: dict[str, Any], say: Any) -> dict[str, Any]:
 
 
 def _specify(request: dict[str, Any], say: Any) -> dict[str, Any]:
-    from dayzero.onboard.agent import specify_checkpoint
     from dayzero.onboard.checkpoint import read_checkpoint
+    from dayzero.onboard.specify_checkpoint import specify_checkpoint
 
     checkpoint = read_checkpoint(Path(request["checkpoint"]))
     specification, _ = specify_checkpoint(checkpoint, request["name"], {}, lambda line: say(line=line))

@@ -9,8 +9,9 @@ from unittest import mock
 import pytest
 from zoo import unseen
 
-from dayzero.onboard import agent, specify
-from dayzero.onboard.agent import Run, climb, execute, load_shrunk, real_shapes
+from dayzero.onboard import specify
+from dayzero.onboard.agent import Run, execute
+from dayzero.onboard.align.climb import climb, load_shrunk
 from dayzero.onboard.checkpoint import read_checkpoint
 from dayzero.onboard.generate import _lifted_tests, model_files
 from dayzero.onboard.inspect.classify import classify, settle
@@ -19,6 +20,7 @@ from dayzero.onboard.lifted_operators import custom_operators, lifted_operators,
 from dayzero.onboard.oracle import remote_code
 from dayzero.onboard.package import align_package, check_package
 from dayzero.onboard.rules.unmapped import fates
+from dayzero.onboard.specify_checkpoint import real_shapes
 from dayzero.runtime.custom_operators import differences
 from dayzero.runtime.errors import InputError
 from dayzero.runtime.nn.lifted_operator import custom_of
@@ -100,7 +102,7 @@ def written(folder, odd, change=("", "")):
 
 def aligned(odd, custom):
     checkpoint, found, ledger = specified(odd)
-    with using(checkpoint), mock.patch.object(agent, "real_weights_error", return_value=None):
+    with using(checkpoint), mock.patch("dayzero.onboard.align.climb.real_weights_error", return_value=None):
         return climb(checkpoint, found, ledger, lambda line: None, custom=custom)
 
 

@@ -3,10 +3,10 @@ import json
 import onboarded
 import pytest
 
-from dayzero.onboard.agent import real_shapes, specify_checkpoint
 from dayzero.onboard.checkpoint import read_checkpoint
 from dayzero.onboard.oracle.reference import load_config
 from dayzero.onboard.specify import specify, stored_as, unread_fields
+from dayzero.onboard.specify_checkpoint import real_shapes, specify_checkpoint
 from dayzero.runtime.package import load_package
 from dayzero.runtime.spec import BlockSpec, ModelSpec
 

@@ -73,10 +73,11 @@ def write_checkpoint(family: str, folder: Path, seed: int = 0) -> Path:
 
 def onboard(family: str, folder: Path, tell: Any = lambda line: None) -> Result:
     """Takes one family through the ladder. Never raises: what goes wrong is in the result."""
-    from dayzero.onboard.agent import climb, specify_checkpoint
+    from dayzero.onboard.align.climb import climb
     from dayzero.onboard.checkpoint import read_checkpoint
     from dayzero.onboard.prove.proven import NotProven
     from dayzero.onboard.report.layers import lifted
+    from dayzero.onboard.specify_checkpoint import specify_checkpoint
 
     result, start = Result(family), time.monotonic()
     try:

@@ -18,8 +18,8 @@ from torch import Tensor
 from zoo.conformance import write_checkpoint
 
 from dayzero.onboard import specify
-from dayzero.onboard.agent import load_shrunk
 from dayzero.onboard.align.blocks import Place, SideBySide, as_candidate, side_by_side
+from dayzero.onboard.align.climb import load_shrunk
 from dayzero.onboard.align.ladder import THRESHOLDS
 from dayzero.onboard.align.loading import load
 from dayzero.onboard.candidates import Site

@@ -22,12 +22,13 @@ from unittest import mock
 
 from zoo.conformance import write_checkpoint
 
-from dayzero.onboard import agent, specify
-from dayzero.onboard.agent import climb, real_shapes
+from dayzero.onboard import specify
+from dayzero.onboard.align.climb import climb
 from dayzero.onboard.checkpoint import Checkpoint, read_checkpoint
 from dayzero.onboard.inspect.classify import classify, settle
 from dayzero.onboard.rules.unmapped import fates
 from dayzero.onboard.specify import Specification
+from dayzero.onboard.specify_checkpoint import real_shapes
 from dayzero.runtime.errors import InputError
 from dayzero.runtime.spec import BlockSpec, LayerKind, LayerRun, ModelSpec, PartSpec, SourceSpec
 
@@ -82,7 +83,7 @@ def climbed(family: str, mutant: Mutant | None = None) -> Climbed:
         assert changed["shrunk"] != found.shrunk
         found = found.model_copy(update=changed)
     with contextlib.ExitStack() as stack:
-        stack.enter_context(mock.patch.object(agent, "real_weights_error", return_value=None))
+        stack.enter_context(mock.patch("dayzero.onboard.align.climb.real_weights_error", return_value=None))
         if mutant is not None and mutant.code is not None:
             stack.enter_context(other_code(*mutant.code))
         try:

@@ -12,9 +12,10 @@ from zoo.mutants import specified
 from zoo.renamed import proven, renamed
 
 from dayzero.onboard import specify
-from dayzero.onboard.agent import climb, specify_checkpoint
+from dayzero.onboard.align.climb import climb
 from dayzero.onboard.checkpoint import read_checkpoint
 from dayzero.onboard.oracle import remote_code
+from dayzero.onboard.specify_checkpoint import specify_checkpoint
 
 ROOT = Path(__file__).parents[2]
 TEN = [

@@ -11,10 +11,11 @@ from safetensors.torch import load_file, save_file
 from zoo.conformance import write_checkpoint
 
 from dayzero.onboard import specify
-from dayzero.onboard.agent import climb, specify_checkpoint
+from dayzero.onboard.align.climb import climb
 from dayzero.onboard.checkpoint import read_checkpoint
 from dayzero.onboard.prove.interventions import Intervention
 from dayzero.onboard.prove.proven import NotProven
+from dayzero.onboard.specify_checkpoint import specify_checkpoint
 from dayzero.runtime.errors import InputError
 
 pytestmark = pytest.mark.slow

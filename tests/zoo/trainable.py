@@ -8,8 +8,8 @@ import tiny
 from zoo import families
 from zoo.conformance import write_checkpoint
 
-from dayzero.onboard.agent import specify_checkpoint
 from dayzero.onboard.checkpoint import read_checkpoint
+from dayzero.onboard.specify_checkpoint import specify_checkpoint
 
 
 def package(family: str, folder: Path) -> Path:

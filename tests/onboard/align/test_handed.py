@@ -4,8 +4,8 @@ import pytest
 import torch
 from zoo.mutants import argument, looped, specified, wired_again
 
-from dayzero.onboard.agent import load_shrunk
 from dayzero.onboard.align.blocks import blocks_rung, side_by_side
+from dayzero.onboard.align.climb import load_shrunk
 from dayzero.onboard.align.divergence import first_divergence
 from dayzero.onboard.align.handed import layer_inputs_call
 from dayzero.onboard.oracle.calls import same

@@ -12,11 +12,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
-from dayzero.onboard.agent import load_shrunk, specify_checkpoint
 from dayzero.onboard.align import THRESHOLDS, Alignment, Rung, blocks_rung, coverage_rung, model_rung
+from dayzero.onboard.align.climb import load_shrunk
 from dayzero.onboard.align.ladder import judge, rounded_up
 from dayzero.onboard.align.model import CannotLoad, beyond_rounding, real_weights_error
 from dayzero.onboard.checkpoint import read_checkpoint
+from dayzero.onboard.specify_checkpoint import specify_checkpoint
 from dayzero.runtime.load import load_checkpoint
 from dayzero.runtime.package import load_package
 from dayzero.runtime.spec import SourceSpec

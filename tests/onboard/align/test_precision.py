@@ -8,8 +8,8 @@ import torch
 from torch import nn
 from zoo import mutants
 
-from dayzero.onboard.agent import load_shrunk
 from dayzero.onboard.align import Alignment
+from dayzero.onboard.align.climb import load_shrunk
 from dayzero.onboard.align.precision import compared, float32_steps
 from dayzero.onboard.prove.trace import trace_modules
 from dayzero.runtime.nn import Router

@@ -9,12 +9,12 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from dayzero.onboard.agent import specify_checkpoint
 from dayzero.onboard.align import coverage_rung
 from dayzero.onboard.checkpoint import read_checkpoint
 from dayzero.onboard.oracle.reference import build, run
 from dayzero.onboard.prove.block import relative_error
 from dayzero.onboard.prove.proven import NotProven
+from dayzero.onboard.specify_checkpoint import specify_checkpoint
 from dayzero.runtime.quantisation import FORMATS, decode, encode
 from dayzero.runtime.safetensors_reader import SafetensorsReader
 from dayzero.runtime.weights import bind

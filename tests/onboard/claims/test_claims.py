@@ -7,12 +7,12 @@ import shutil
 import onboarded
 import pytest
 
-from dayzero.onboard.agent import specify_checkpoint
 from dayzero.onboard.align import Alignment
 from dayzero.onboard.checkpoint import read_checkpoint
 from dayzero.onboard.claims import BESIDE, MEANINGS, check_claims, check_idle
 from dayzero.onboard.prove.proven import NotProven
 from dayzero.onboard.report.report import Findings, render_html, render_markdown
+from dayzero.onboard.specify_checkpoint import specify_checkpoint
 from dayzero.runtime.plan import make_plan
 from dayzero.runtime.spec import AgainSpec, BlockSpec, CheckpointId, LayerKind, LayerRun, ModelSpec, PartSpec, StepSpec
 

@@ -8,11 +8,11 @@ import onboarded
 import pytest
 import skeleton
 
-from dayzero.onboard.agent import specify_checkpoint
 from dayzero.onboard.checkpoint import read_checkpoint
 from dayzero.onboard.inspect.classify import classify
 from dayzero.onboard.inspect.unread_layouts import READ, unread_layouts
 from dayzero.onboard.prove.proven import NotProven
+from dayzero.onboard.specify_checkpoint import specify_checkpoint
 from dayzero.runtime.quantisation import FORMATS
 
 IN, OUT, GROUP = 128, 64, 32

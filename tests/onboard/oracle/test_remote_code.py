@@ -7,11 +7,11 @@ import pytest
 import remote_checkpoint
 import torch
 
-from dayzero.onboard import agent
 from dayzero.onboard.checkpoint import read_checkpoint
 from dayzero.onboard.oracle import reference
 from dayzero.onboard.oracle.remote_code import current, files_to_run, remote_code, using
 from dayzero.onboard.prove.proven import NotProven
+from dayzero.onboard.specify_checkpoint import specify_checkpoint
 from dayzero.runtime.errors import InputError
 
 
@@ -34,7 +34,7 @@ def test_without_permission_it_is_listed_and_nothing_of_it_runs(own):
     for name in ("configuration_own.py", "modeling_own.py"):
         (own.path / name).write_text("raise SystemExit('it ran')\n")
     with pytest.raises(NotProven) as caught:
-        agent.specify_checkpoint(own, "own", {}, lambda line: None)
+        specify_checkpoint(own, "own", {}, lambda line: None)
     (item,) = caught.value.unproven
     assert "--trust-remote-code" in item.why
     assert item.why.endswith("configuration_own.py, modeling_own.py")

@@ -3,9 +3,9 @@ import json
 import onboarded
 import pytest
 
-from dayzero.onboard.agent import specify_checkpoint
 from dayzero.onboard.checkpoint import read_checkpoint
 from dayzero.onboard.prove.interventions import alternatives, varied_fields
+from dayzero.onboard.specify_checkpoint import specify_checkpoint
 
 
 @pytest.fixture(scope="module")
@@ -49,6 +49,8 @@ def test_a_value_of_none_hides_nothing(specified):
     window = {item.field: item for item in specified("mixtral").interventions}["sliding_window"]
     assert (window.value, window.altered, window.effect) == (None, 5, "other block")
     assert "window" in window.detail
+    act = {item.field: item for item in specified("mixtral").interventions}["hidden_act"]  # inside the experts
+    assert act.detail == "ffn.experts.act: 'silu' (the trace's activation) -> 'gelu' (the trace's activation)"
 
 
 @pytest.mark.slow

@@ -11,10 +11,10 @@ from zoo import families
 from zoo.conformance import write_checkpoint
 
 from dayzero.onboard import specify
-from dayzero.onboard.agent import specify_checkpoint
 from dayzero.onboard.checkpoint import read_checkpoint
 from dayzero.onboard.oracle.reference import build, on_disk, redraw
 from dayzero.onboard.rules.own_names import as_held, as_read, whichever_is_there
+from dayzero.onboard.specify_checkpoint import specify_checkpoint
 from dayzero.runtime.load import load_checkpoint
 from dayzero.runtime.quantisation import FORMATS, decode, encode
 from dayzero.runtime.spec import RuleSpec, SourceSpec

@@ -12,7 +12,7 @@ import skeleton
 import torch
 
 from dayzero.onboard import specify
-from dayzero.onboard.agent import specify_checkpoint
+from dayzero.onboard.specify_checkpoint import specify_checkpoint
 from dayzero.runtime.weights import Cast, Concat, Decoded, Deinterleave, Part, Squeeze, Stack, Stored, Tie
 
 pytestmark = pytest.mark.slow

@@ -9,7 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from dayzero.onboard.agent import Outcome, Run, execute, real_shapes
+from dayzero.onboard.agent import Outcome, Run, execute
 from dayzero.onboard.align import coverage_rung
 from dayzero.onboard.checkpoint import read_checkpoint
 from dayzero.onboard.inspect.classify import classify, settle
@@ -17,6 +17,7 @@ from dayzero.onboard.oracle.reference import build, on_disk, redraw
 from dayzero.onboard.rules.expressions import NoRule
 from dayzero.onboard.rules.on_disk import with_prefix, with_shared, with_stored_copies
 from dayzero.onboard.rules.search import find_rules
+from dayzero.onboard.specify_checkpoint import real_shapes
 from dayzero.runtime.errors import InputError
 from dayzero.runtime.headers import read_headers
 from dayzero.runtime.hf_checkpoint import write_checkpoint
