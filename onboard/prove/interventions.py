@@ -6,6 +6,7 @@ field's meaning is not.
 """
 
 import itertools
+import textwrap
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -13,7 +14,7 @@ from typing import Any, Literal
 import torch
 from pydantic import Field
 
-from dayzero.onboard.candidates import Evidence
+from dayzero.onboard.candidates import Candidate, Evidence
 from dayzero.onboard.composition import load_reference, specification_of
 from dayzero.onboard.config_fields import IRRELEVANT, SIZES
 from dayzero.onboard.oracle.reference import UnknownArchitecture, build, redraw, run, text_config
@@ -229,7 +230,7 @@ def _difference(before: Proven, after: Proven, model: torch.nn.Module) -> str:
         changes += _rewired("the layer", old_layer.gives, new_layer.gives)
     changes += _rewired("embedding", {"rows": before.embed_scale}, {"rows": after.embed_scale})
     changes += _rewired("logits", _logit_factors(before), _logit_factors(after))
-    return "; ".join(dict.fromkeys(changes))[:300]
+    return textwrap.shorten("; ".join(dict.fromkeys(changes)), 300, placeholder=" ...")
 
 
 def _logit_factors(proven: Proven) -> dict[str, Evidence]:
@@ -239,14 +240,24 @@ def _logit_factors(proven: Proven) -> dict[str, Evidence]:
 
 def _changed(name: str, before: ProvenPart, after: ProvenPart) -> list[str]:
     old, new = before.attempt.candidate, after.attempt.candidate
-    changes = [f"{name}: {old.block} -> {new.block}"] if old.block != new.block else []
-    if added := sorted(new.parameters.keys() - old.parameters.keys()):
+    changes = _changed_block(name, old, new)
+    if old.block == new.block and (added := sorted(new.parameters.keys() - old.parameters.keys())):
         changes.append(f"{name}: with {', '.join(added)}")
-    labels = {argument: evidence.label for argument, evidence in old.arguments.items()}
-    for argument, evidence in sorted(new.arguments.items()):
-        if labels.get(argument) != evidence.label:
-            changes.append(f"{name}.{argument}: {labels.get(argument, 'not there')} -> {evidence.label}")
     return changes + _rewired(name, before.factors, after.factors)
+
+
+def _changed_block(name: str, old: Candidate, new: Candidate) -> list[str]:
+    """Which arguments have other evidence, those of blocks inside one by one; of another block only that it is one."""
+    if old.block != new.block:
+        return [f"{name}: {old.block} -> {new.block}"]
+    changes = []
+    for argument, evidence in sorted(new.arguments.items()):
+        was, where = old.arguments.get(argument), f"{name}.{argument}"
+        if isinstance(was, Candidate) and isinstance(evidence, Candidate):
+            changes += _changed_block(where, was, evidence)
+        elif was is None or was.label != evidence.label:
+            changes.append(f"{where}: {was.label if was else 'not there'} -> {evidence.label}")
+    return changes
 
 
 def _rewired(name: str, before: Mapping[str, Evidence], after: Mapping[str, Evidence]) -> list[str]:
