@@ -152,7 +152,9 @@ def main() -> None:
         _end(command, str(error), 2, as_json)
     except RunFailed as error:
         _end(command, str(error), error.code, as_json)
-    except KeyboardInterrupt:
+    except (KeyboardInterrupt, SystemExit) as error:  # typer turns the first into an exit with 130
+        if isinstance(error, SystemExit) and error.code != 130:
+            raise
         _end(command, "interrupted", 130, as_json)
     except OSError as error:
         _end(command, str(unwritable(error)), 2, as_json)

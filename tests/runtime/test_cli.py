@@ -90,6 +90,15 @@ def test_a_full_disk_names_the_file_that_has_no_room(runtime, tmp_path, monkeypa
     assert err.splitlines()[:2] == ["error: out/model.safetensors", "  found     No space left on device"]
 
 
+def test_an_interruption_is_said(runtime, tmp_path, monkeypatch):
+    def interrupted(*arguments, **options):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("dayzero.runtime.export.export", interrupted)
+    code, _, err = runtime("export", tmp_path, "-o", tmp_path / "out")
+    assert (code, err.strip()) == (130, "interrupted")
+
+
 def test_a_bad_line_of_the_data_is_named(runtime, tiny_run, tmp_path):
     lines = tiny_run.data.read_text().splitlines()
     lines[16] = lines[16][:-9]
