@@ -46,6 +46,7 @@ def odd_cases(*modes):
     return [slow(n, mode) if n in HEAVY else (n, mode) for n in sorted(odd_specs.NAMES) for mode in modes]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("world", "layout", "mode", "precision"),
     [
@@ -80,6 +81,7 @@ def _ranks(spec, world, layout, mode, precision, settings=None):
     return harness.run(ranks_plan.held, world, *arguments, timeout=60)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", ["full", slow("lora")])
 @pytest.mark.parametrize(
     "settings",
@@ -104,6 +106,7 @@ def test_moments_are_exact_however_they_are_kept(spec, settings, mode):
     }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("states", ["8bit", slow("bf16")])
 def test_moments_of_cut_rows_are_exact(spec, states):
     settings, mesh = Optimizer(states=states), Mesh(dp_replicate=1, dp_shard=1, ep=2, efsdp=1, tp=2)
@@ -113,6 +116,7 @@ def test_moments_of_cut_rows_are_exact(spec, states):
     assert host_memory(model, mesh) == host
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "mode"), [*odd_cases("full"), slow("jamba", "lora")])
 def test_models_of_odd_blocks_are_exact_too(name, mode):
     odd = odd_specs.read(name)
@@ -125,6 +129,7 @@ def test_models_of_odd_blocks_are_exact_too(name, mode):
     assert host_memory(model, mesh) == host
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "mode"), odd_cases("full", "lora"))
 def test_activations_are_what_a_pass_leaves_alive(name, mode):
     """A pass without values counts the bytes of one with values."""
