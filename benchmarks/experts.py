@@ -16,10 +16,10 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor, nn
 
+from dayzero.runtime.malloc import keep_freed_memory
 from dayzero.runtime.nn import Experts, MixtureOfExperts, Router
 from dayzero.runtime.nn.causal_lm import initialise
 from dayzero.runtime.nn.selection import Normalise
-from dayzero.runtime.processes import keep_freed_memory
 
 HIDDEN, WIDTH, TOP_K = 256, 256, 8
 PEERS = ("eager", "grouped_mm")

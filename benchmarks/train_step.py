@@ -13,6 +13,7 @@ against the row: times the tokens/s, part of the memory. The loss of the first s
 import argparse
 import itertools
 import json
+import os
 import subprocess
 import sys
 import tempfile
@@ -31,9 +32,9 @@ from torch.distributed.fsdp import fully_shard
 from dayzero.runtime.headers import read_headers
 from dayzero.runtime.load import load_checkpoint
 from dayzero.runtime.lora import apply_lora, reset_lora
+from dayzero.runtime.malloc import keep_freed_memory, without_thread_cache
 from dayzero.runtime.package import load_package
 from dayzero.runtime.parallel import Layout, make_meshes, parallelise
-from dayzero.runtime.processes import keep_freed_memory
 
 VOCABULARY = 4096
 ADAPTED = {"q_proj", "k_proj", "v_proj", "o_proj"}
@@ -184,9 +185,12 @@ def measured(case: dict[str, Any], world: int, folder: Path) -> dict[str, Any]:
     """The case on `world` fresh processes: speed and loss of the first, memory of the largest."""
     with tempfile.TemporaryDirectory() as place:
         command = [sys.executable, "-P", __file__, "--case", json.dumps(case), "--folder", str(folder)]
+        environment = without_thread_cache(dict(os.environ))
         command += ["--world", str(world), "--rendezvous", f"{place}/rendezvous", "--rank"]
         processes = [
-            subprocess.Popen([*command, str(rank)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+            subprocess.Popen(
+                [*command, str(rank)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment
+            )
             for rank in range(world)
         ]
         said = [process.communicate() for process in processes]

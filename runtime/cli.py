@@ -11,6 +11,7 @@ import typer
 from rich.console import Console
 
 from dayzero.runtime.errors import InputError, RunFailed, unwritable
+from dayzero.runtime.malloc import start_without_thread_cache
 
 app = typer.Typer(
     name="runtime",
@@ -146,6 +147,8 @@ def main() -> None:
     """Entry point. Exit codes: 0 good, 1 the run failed, 2 bad input or usage, 130 interrupted."""
     as_json = "--json" in sys.argv
     command = next((word for word in sys.argv[1:] if not word.startswith("-")), "")
+    if command == "train":
+        start_without_thread_cache()
     try:
         app()
     except InputError as error:

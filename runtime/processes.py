@@ -1,6 +1,5 @@
 """The process group of a run, on whatever device there is."""
 
-import ctypes
 import datetime
 import json
 import os
@@ -11,8 +10,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed import HashStore, PrefixStore, Store, TCPStore  # pyright: ignore[reportPrivateImportUsage]
 
-# Of mallopt(3): how many blocks may be mapped apart from the heap, and how much free memory at its end is given back.
-_MMAP_MAX, _TRIM_THRESHOLD = -4, -1
+from dayzero.runtime.malloc import keep_freed_memory
+
 BACKENDS = {"cuda": "nccl", "npu": "hccl", "cpu": "gloo"}
 
 
@@ -52,18 +51,6 @@ def join(timeout_minutes: float = 30.0) -> torch.device:
     else:
         dist.init_process_group(BACKENDS[kind], rank=rank, world_size=world, timeout=timeout)
     return device
-
-
-def keep_freed_memory() -> None:
-    """Lets this process keep what it frees: gradients and activations of hundreds of MiB come again in every step.
-
-    glibc maps a large block anew each time and unmaps it when it is freed; the kernel then clears every page again,
-    which takes up to a fifth of a step on a CPU. Nothing happens where there is no glibc.
-    """
-    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
-    if mallopt is not None:
-        mallopt(_MMAP_MAX, 0)
-        mallopt(_TRIM_THRESHOLD, -1)
 
 
 def incarnation(store: Store, rank: int, world: int, timeout: float) -> str:
