@@ -386,15 +386,6 @@ def unproven(onboard, checkpoint, *says):
 @pytest.mark.parametrize(
     ("changes", "says"),
     [
-        ({"architectures": ["NovelForCausalLM"]}, "NovelForCausalLM"),
-        ({"architectures": ["LlamaForSequenceClassification"]}, "LlamaForSequenceClassification"),
-        ({"architectures": ["AutoModelForCausalLM"]}, "AutoModelForCausalLM"),
-        ({"architectures": ["torch"]}, "torch"),
-        ({"architectures": ["LlamaModel"]}, "LlamaModel"),
-        ({"model_type": "novel", "architectures": []}, "novel"),
-        ({"model_type": "novel", "architectures": ["NovelForCausalLM"]}, "novel"),
-        ({"model_type": ..., "architectures": ...}, "model_type"),
-        ({"model_type": ["llama"]}, "model_type"),
         ({"quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]}}, "fp8"),
         pytest.param(
             {"quantization_config": {}, "compression_config": {"format": "int4"}},
@@ -410,6 +401,37 @@ def test_what_is_not_understood_is_listed(onboard, copy, changes, says):
     checkpoint = copy("llama")
     edit(checkpoint / "config.json", **changes)
     unproven(onboard, checkpoint, says)
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"architectures": ["NovelForCausalLM"]}, "NovelForCausalLM"),
+        ({"architectures": ["LlamaForSequenceClassification"]}, "LlamaForSequenceClassification"),
+        ({"architectures": ["AutoModelForCausalLM"]}, "AutoModelForCausalLM"),
+        ({"architectures": ["torch"]}, "torch"),
+        ({"architectures": ["LlamaModel"]}, "LlamaModel"),
+        ({"model_type": "novel", "architectures": []}, "novel"),
+        ({"model_type": "novel", "architectures": ["NovelForCausalLM"]}, "novel"),
+        ({"model_type": ..., "architectures": ...}, "model_type"),
+        ({"model_type": ["llama"]}, "model_type"),
+    ],
+)
+def test_what_no_reference_is_known_for_is_unverified(onboard, copy, changes, says):
+    """Rules make a package of it, which says in its first line that nothing was compared, and why L1 was not."""
+    checkpoint = copy("llama")
+    edit(checkpoint / "config.json", **changes)
+    code, out, err = onboard(checkpoint, "--name", "mine", "--json")
+    assert code == 1, out + err
+    assert "Traceback" not in err
+    result = json.loads(out.splitlines()[-1])
+    assert (result["ok"], result["verdict"], result["rungs"]["L0"]["verdict"]) == (False, "UNVERIFIED", "PASS")
+    assert says in result["rungs"]["L1"]["where"]
+    assert (
+        Path("generated", "mine", "REPORT.md")
+        .read_text()
+        .startswith("**UNVERIFIED: nothing of this model was compared")
+    )
 
 
 @pytest.mark.slow
