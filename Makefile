@@ -3,6 +3,9 @@ PYTHON ?= python3.11
 VENV ?= .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
+# Test processes of one thread each. A file's tests stay in one of them, which makes what they share once.
+WORKERS ?= 2
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses $(WORKERS) --dist loadfile
 
 .PHONY: setup demo test test-fast zoo lint format clean
 
@@ -20,15 +23,15 @@ demo: setup
 	$(BIN)/python demo/run.py
 
 test: setup lint
-	$(BIN)/python -m pytest
+	$(PYTEST)
 
 test-fast: setup
-	$(BIN)/python -m pytest -m "not slow"
+	$(PYTEST) -m "not slow"
 
 # Onboards all 91 families of the conformance field and writes docs/zoo.md; then all mutants, and all proofs held out.
 zoo: setup
 	OMP_NUM_THREADS=1 PYTHONPATH=tests $(BIN)/python -m zoo.conformance
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/zoo --zoo
+	$(PYTEST) tests/zoo --zoo
 
 lint: setup
 	$(BIN)/ruff check .

@@ -129,7 +129,13 @@ def read_lock(folder: Path) -> dict[str, Any]:
     """The lock of a package. Raises InputError if there is none."""
     file = folder / "onboard.lock"
     if not file.is_file():
-        raise InputError(str(folder), found="no onboard.lock", expected="a package that onboard wrote")
+        is_checkpoint = (folder / "config.json").is_file()
+        raise InputError(
+            str(folder),
+            found="a checkpoint" if is_checkpoint else "no onboard.lock" if folder.is_dir() else "no such folder",
+            expected="a package that onboard wrote",
+            hint=f"Make one of it: onboard {folder}" if is_checkpoint else "Packages are written to generated/NAME.",
+        )
     try:
         return json.loads(file.read_text())
     except ValueError as error:

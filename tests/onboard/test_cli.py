@@ -110,9 +110,9 @@ def test_generate_without_a_ladder_is_unverified(onboard, tmp_path):
         (["run", "x", "--devices", "0"], "devices"),
         (["run", "x", "--nonsense"], "nonsense"),
         (["plan", "x", "--mode", "half"], "--mode"),
-        (["check", "nowhere"], "no onboard.lock"),
-        (["report", "nowhere"], "no onboard.lock"),
-        (["align", "nowhere"], "no onboard.lock"),
+        (["check", "nowhere"], "no such folder"),
+        (["report", "nowhere"], "no such folder"),
+        (["align", "nowhere"], "no such folder"),
         (["inspect", "nowhere"], "no such folder"),
         (["nowhere"], "no such folder"),
         (["inspec", "somewhere"], "Did you mean inspect?"),
@@ -123,6 +123,14 @@ def test_usage_errors_end_with_2(onboard, arguments, says):
     assert code == 2
     assert says in out + err
     assert "Traceback" not in out + err
+
+
+def test_a_checkpoint_for_a_package(onboard):
+    checkpoint = onboarded.checkpoint("llama")
+    code, _, err = onboard("check", checkpoint)
+    assert code == 2
+    assert "found     a checkpoint" in err
+    assert f"Make one of it: onboard {checkpoint}" in err
 
 
 def test_the_json_of_an_error_names_the_command(onboard):
