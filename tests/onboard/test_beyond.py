@@ -11,7 +11,7 @@ from zoo.conformance import write_checkpoint
 
 @pytest.mark.slow
 def test_the_list_says_where_and_nothing_is_written(tmp_path):
-    """An architecture without a reference: nobody has its code."""
+    """An architecture without a reference: nobody has its code, and its config is silent where rules must know."""
     folder = write_checkpoint("mixtral", tmp_path / "checkpoint")
     config = json.loads((folder / "config.json").read_text())
     config |= {"architectures": ["NobodyForCausalLM"], "model_type": "nobody"}
@@ -22,6 +22,7 @@ def test_the_list_says_where_and_nothing_is_written(tmp_path):
     assert "Traceback" not in done.stderr
     verdict = json.loads(done.stdout.splitlines()[-1])
     assert (verdict["ok"], verdict["verdict"]) == (False, "UNPROVEN")
-    assert [item["where"] for item in verdict["unproven"]] == ["config.json"]
+    silent = ("rms_norm_eps", "norm_topk_prob", "hidden_act", "rope_theta")
+    assert [item["where"] for item in verdict["unproven"]] == ["config.json", *(f"config.json: {x}" for x in silent)]
     assert f"not onboarded: {len(verdict['unproven'])} " in done.stdout
     assert [path.name for path in tmp_path.iterdir()] == ["checkpoint"]
