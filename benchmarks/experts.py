@@ -16,7 +16,7 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor, nn
 
-from dayzero.runtime.malloc import keep_freed_memory
+from dayzero.runtime.malloc import keep_freed_memory, start_without_thread_cache
 from dayzero.runtime.nn import Experts, MixtureOfExperts, Router
 from dayzero.runtime.nn.causal_lm import initialise
 from dayzero.runtime.nn.selection import Normalise
@@ -112,5 +112,6 @@ if __name__ == "__main__":
     parser.add_argument("--dtypes", nargs="+", default=["float32", "bfloat16"])
     parser.add_argument("--peers", nargs="*", choices=PEERS, default=list(PEERS))
     torch.set_num_threads(1)
+    start_without_thread_cache()
     keep_freed_memory()
     main(parser.parse_args())
