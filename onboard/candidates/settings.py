@@ -35,9 +35,15 @@ def at(config: Any, path: Path) -> Any:
     return config
 
 
+def read_by(module: nn.Module, config: Any) -> Any:
+    """The config that the module reads: the model's, unless it was given a copy of its own, which may say otherwise."""
+    own = getattr(module, "config", None)
+    return own if type(own) is type(config) else config
+
+
 def number(path: Path, kind: type) -> Evidence:
     """What the config holds there, as this kind of number."""
-    return Evidence(f"config {'.'.join(path)}", lambda module, config: kind(at(config, path)))
+    return Evidence(f"config {'.'.join(path)}", lambda module, config: kind(at(read_by(module, config), path)))
 
 
 def setting(theta: Path, name: str, kind: type, default: Any = None) -> Evidence:
@@ -45,7 +51,7 @@ def setting(theta: Path, name: str, kind: type, default: Any = None) -> Evidence
     where = theta[:-1]
 
     def resolve(module: nn.Module, config: Any) -> Any:
-        value = (fields_of(at(config, where)) or {}).get(name)
+        value = (fields_of(at(read_by(module, config), where)) or {}).get(name)
         value = default if value is None else value
         return None if value is None else kind(value)
 

@@ -36,8 +36,9 @@ _FIXED = {name for meaning, names in SIZES.items() if meaning not in _VARIED_SIZ
 
 
 class Intervention(Record):
-    """field was value, became altered. effect: none on the logits; our model follows with the same evidence; other
-    blocks are selected and proven; unexplained; or the reference refuses the value. reads: fields newly read."""
+    """field was value, became altered. effect: none on the logits, nor on ours; our model follows with the same
+    evidence; other blocks are selected and proven; unexplained; or the reference refuses the value. reads: fields newly
+    read."""
 
     field: str
     value: Any
@@ -166,10 +167,9 @@ class _Varied:
             self.effect, self.detail = "refused", str(error).strip().splitlines()[-1].strip()[:120]
             return
         self.reads = reads & self.config.keys()  # it has grown while the model ran
-        if self.logits.shape == base.shape and torch.equal(self.logits, base):
-            self.effect = "none"
-        elif _same_logits(model, proven, ids, self.logits, identity):
-            self.effect = "follows"
+        if _same_logits(model, proven, ids, self.logits, identity):
+            changed = self.logits.shape != base.shape or not torch.equal(self.logits, base)
+            self.effect = "follows" if changed else "none"
 
     def search(self, proven: Proven, ids: torch.Tensor, identity: CheckpointId) -> None:
         """Whether other blocks are proven for the altered reference, where nothing else is known of it."""
