@@ -5,8 +5,9 @@ block explains can be expanded into its own children.
 """
 
 import contextlib
+import functools
 import itertools
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -23,6 +24,8 @@ from dayzero.onboard.structure.unit_names import named
 from dayzero.onboard.structure.units import LayerParts, Unit
 from dayzero.runtime.nn.loop import MESSAGE
 from dayzero.runtime.nn.wiring import PAST
+
+_Handed = dict[nn.Module, list[list[Tensor]]]  # module -> what it was handed, call by call
 
 
 @dataclass(frozen=True)
@@ -42,24 +45,29 @@ def layer_parts(
     Where the children as they stand are not wired by sums, each of them with children of its own is looked into in
     turn. Only then may parts read or give several values. Raises Undiscovered.
     """
-    error = None
+    error, hears = None, functools.cache(lambda: handed_twice(calls[layer]))
     for several_values in (False, True):
         try:
-            return _wiring(calls, layer, expanded, several_values, again)
+            return _wiring(calls, layer, expanded, several_values, again, hears)
         except Undiscovered as raised:
             error = raised
         for path, call in _units(calls, layer, expanded).items():
             if any(True for _ in call.module.children()):
                 with contextlib.suppress(Undiscovered):
-                    return _wiring(calls, layer, {*expanded, path}, several_values, again)
+                    return _wiring(calls, layer, {*expanded, path}, several_values, again, hears)
     assert error is not None
     raise error from None
 
 
 def _wiring(
-    calls: Mapping[str, Call], layer: str, expanded: Collection[str], several_values: bool, again: Again | None
+    calls: Mapping[str, Call],
+    layer: str,
+    expanded: Collection[str],
+    several_values: bool,
+    again: Again | None,
+    hears: Callable[[], _Handed],
 ) -> LayerParts:
-    solver = _Solver(calls, layer, several_values, again or Again())
+    solver = _Solver(calls, layer, several_values, again or Again(), hears)
     for path, call in _units(calls, layer, expanded).items():
         # What is inside something wide may be wide by chance; whoever needs it says that it is not there.
         with contextlib.suppress(Undiscovered) if _is_wide(call, calls[layer]) else contextlib.nullcontext():
@@ -75,10 +83,18 @@ def _wiring(
 class _Solver:
     """The units of one layer so far, the values that they gave, and the sums that were seen of them.
 
-    several_values: whether a unit may read or give more than one.
+    several_values: whether a unit may read or give more than one. hears: `handed_twice` of the layer, where asked for.
     """
 
-    def __init__(self, calls: Mapping[str, Call], layer: str, several_values: bool, again: Again):
+    def __init__(
+        self,
+        calls: Mapping[str, Call],
+        layer: str,
+        several_values: bool,
+        again: Again,
+        hears: Callable[[], _Handed],
+    ):
+        self.hears = hears
         self.calls, self.layer, self.call, self.several_values = calls, layer, calls[layer], several_values
         self.values, self.sums = {"x": self.call.hidden}, [{"x": 1.0}]
         self.past = kept_before(calls, layer)
@@ -123,7 +139,8 @@ class _Solver:
             self.units.append(Unit(path, path, "chain", reads, call=chain))
             self.values[path] = call.result
             return
-        more = heard(call, self.call) + [held for _, held in top_level(call) if self._is_handed(held, call)]
+        more = [] if _knows(self.call, call) else heard(call, self.hears())
+        more += [held for _, held in top_level(call) if self._is_handed(held, call)]
         if more and not self.several_values:
             raise Undiscovered(f"{where} is handed more of the stream than its input")
         stream = [(place, held) for place, held in top_level(call) if self._is_stream(call, held, more)]
@@ -232,32 +249,45 @@ def _is_wide(call: Call, layer: Call) -> bool:
     return wide and call.hidden.shape == shape
 
 
-def heard(call: Call, layer: Call) -> list[Tensor]:
+def heard(call: Call, seen: _Handed) -> list[Tensor]:
     """The arguments of the call beside its hidden input that depend on the layer's input: with any, the module is no
-    function of its hidden input, however well it is reproduced with these held fixed."""
-    known = [held for held in tensors((layer.args, layer.kwargs)) if held is not layer.hidden]
+    function of its hidden input, however well it is reproduced with these held fixed.
+
+    seen: as `handed_twice` gives it for the layer.
+    """
     mine = tensors((call.args, call.kwargs))
-    others = [held for held in mine if held is not call.hidden]
-    if all(any(other is held for held in known) for other in others):
-        return []
-    seen: list[list[Tensor]] = []
+    twice = seen[call.module]
+    if len(twice) != 2 or not len(twice[0]) == len(twice[1]) == len(mine):
+        return [held for held in mine if held is not call.hidden]
+    position = next((i for i, t in enumerate(twice[0]) if same(t, call.hidden)), -1)
+    differ = [i for i, (a, b) in enumerate(itertools.zip_longest(*twice)) if i != position and not equal(a, b)]
+    return [mine[i] for i in differ]
+
+
+def _knows(layer: Call, call: Call) -> bool:
+    """Whether all that the call is handed beside its hidden input is what the layer was handed beside its own."""
+    known = [held for held in tensors((layer.args, layer.kwargs)) if held is not layer.hidden]
+    others = [held for held in tensors((call.args, call.kwargs)) if held is not call.hidden]
+    return all(any(other is held for held in known) for other in others)
+
+
+def handed_twice(layer: Call) -> _Handed:
+    """What every module inside the layer is handed, in a pass on the layer's input and in one on another input."""
+    seen: _Handed = {module: [] for module in layer.module.modules()}
 
     def note(module: nn.Module, args: tuple, kwargs: dict) -> None:
-        seen.append(tensors((args, kwargs)))
+        seen[module].append(tensors((args, kwargs)))
 
-    handle = call.module.register_forward_pre_hook(note, with_kwargs=True)
+    handles = [module.register_forward_pre_hook(note, with_kwargs=True) for module in seen]
     try:
         with torch.no_grad():
             layer.replay(layer.hidden)
             moved = layer.hidden + 0.1 * torch.cos(torch.arange(layer.hidden.numel())).reshape(layer.hidden.shape)
             layer.replay(moved)
     finally:
-        handle.remove()
-    if len(seen) != 2 or not len(seen[0]) == len(seen[1]) == len(mine):
-        return others
-    position = next((i for i, t in enumerate(seen[0]) if same(t, call.hidden)), -1)
-    differ = [i for i, (a, b) in enumerate(itertools.zip_longest(*seen)) if i != position and not equal(a, b)]
-    return [mine[i] for i in differ]
+        for handle in handles:
+            handle.remove()
+    return seen
 
 
 def _lists(layer: nn.Module) -> set[str]:
