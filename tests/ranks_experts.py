@@ -205,13 +205,16 @@ def events(parts: int) -> tuple[list[str], list[str]]:
 
 def buffers(hidden: int, tokens: int) -> dict[str, tuple[int, int, int]]:
     """Of each dispatcher, of a layer's two passes with every expert as likely: most bytes alive of what
-    travels, in one part and in three, which are no more; and, of the operators of an NPU, what is kept of the way."""
+    travels, in one part and in three, which are no more; and, of the operators of an NPU, what is kept of the way.
+
+    The least of several passes: the thread of a collective may let go of what it sent a moment after it has arrived."""
     group = fused_dispatch.own_group(dist.get_world_size())
+
+    def least(name: str, parts: int) -> tuple[int, int]:
+        return min(_most_alive(name, parts, group, hidden, tokens) for _ in range(5))
+
     with _stand_ins(group):
-        return {
-            name: (_most_alive(name, 1, group, hidden, tokens)[0], *_most_alive(name, 3, group, hidden, tokens))
-            for name in ("alltoall", "allgather", "fused")
-        }
+        return {name: (least(name, 1)[0], *least(name, 3)) for name in ("alltoall", "allgather", "fused")}
 
 
 def _most_alive(dispatcher: Any, parts: int, group, hidden: int, tokens: int) -> tuple[int, int]:
