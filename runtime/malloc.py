@@ -33,11 +33,9 @@ def without_thread_cache(environment: dict[str, str]) -> dict[str, str]:
     the memory of a step was such holes. Only what glibc reads as a process starts turns the cache off.
     """
     given = environment.get(_TUNABLES, "")
-    return (
-        environment
-        if "tcache_count" in given
-        else {**environment, _TUNABLES: f"{given}:{_NO_THREAD_CACHE}".lstrip(":")}
-    )
+    if "tcache_count" in given:
+        return environment
+    return {**environment, _TUNABLES: f"{given}:{_NO_THREAD_CACHE}" if given else _NO_THREAD_CACHE}
 
 
 def start_without_thread_cache() -> None:

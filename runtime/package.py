@@ -1,17 +1,15 @@
 """A generated package: the adapter of one checkpoint, as files."""
 
 import hashlib
-import importlib.util
 import json
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from types import ModuleType
 
 from pydantic import ValidationError
 
 from dayzero.runtime.errors import InputError
+from dayzero.runtime.generated_code import load_module
 from dayzero.runtime.nn import CausalLM
 from dayzero.runtime.recorded_hashes import read_hashes
 from dayzero.runtime.spec import ModelSpec
@@ -53,7 +51,7 @@ def load_package(folder: Path, checkpoint: Path | None = None) -> Package:
         raise InputError(
             str(spec_file), found=str(error.errors()[0]["msg"]), expected="a model specification"
         ) from None
-    model, weights = _load_module(folder / "model.py"), _load_module(folder / "weights.py")
+    model, weights = load_module(folder / "model.py"), load_module(folder / "weights.py")
     link = folder / "checkpoint"
     if checkpoint is None and link.is_dir():
         checkpoint = link.resolve()
@@ -80,14 +78,3 @@ def _verdict(folder: Path) -> str | None:
 def _sha256(file: Path) -> str:
     """In hexadecimal, "" for no file."""
     return hashlib.sha256(file.read_bytes()).hexdigest() if file.is_file() else ""
-
-
-def _load_module(file: Path) -> ModuleType:
-    name = f"dayzero_generated_{file.parent.name}_{file.stem}"
-    module_spec = importlib.util.spec_from_file_location(name, file)
-    if module_spec is None or module_spec.loader is None or not file.is_file():
-        raise InputError(str(file), found="no such file", expected="a complete package", hint="Run onboard again.")
-    module = importlib.util.module_from_spec(module_spec)
-    sys.modules[name] = module
-    module_spec.loader.exec_module(module)
-    return module

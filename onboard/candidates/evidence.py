@@ -42,8 +42,14 @@ def attribute(path: str, name: str) -> Evidence:
     return Evidence(f"attribute {label}", lambda module, config: getattr(module.get_submodule(path), name))
 
 
+def read_by(module: nn.Module, config: Any) -> Any:
+    """The config that the module reads: the model's, unless it was given a copy of its own, which may say otherwise."""
+    own = getattr(module, "config", None)
+    return own if type(own) is type(config) else config
+
+
 def config_field(name: str) -> Evidence:
-    return Evidence(f"config {name}", lambda module, config: getattr(config, name, None))
+    return Evidence(f"config {name}", lambda module, config: getattr(read_by(module, config), name, None))
 
 
 def size(parameter: str, dim: int, divide: int = 1) -> Evidence:

@@ -5,7 +5,7 @@ from typing import Any
 
 from torch import nn
 
-from dayzero.onboard.candidates.evidence import Evidence
+from dayzero.onboard.candidates.evidence import Evidence, read_by
 
 _DEPTH = 3  # of settings inside settings
 
@@ -33,12 +33,6 @@ def at(config: Any, path: Path) -> Any:
     for name in path:
         config = (fields_of(config) or {})[name]
     return config
-
-
-def read_by(module: nn.Module, config: Any) -> Any:
-    """The config that the module reads: the model's, unless it was given a copy of its own, which may say otherwise."""
-    own = getattr(module, "config", None)
-    return own if type(own) is type(config) else config
 
 
 def number(path: Path, kind: type) -> Evidence:

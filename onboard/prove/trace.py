@@ -5,7 +5,8 @@ mathematics differ in bookkeeping (views, copies, gathers) and in how they spell
 loop over experts); those spellings are named here once. What remains, arithmetic and constants, must be the same.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+import contextlib
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -230,22 +231,16 @@ def trace_around(function: Callable[[], Any], inside: Mapping[str, nn.Module]) -
     """The operations of one call, but for those of the modules in `inside`, each of whose calls is one step by the name
     that it has there."""
     with torch.no_grad(), _Recorder() as recorder:
-        handles = []
-        for name, module in inside.items():
 
-            def enter(module: nn.Module, args: Any) -> None:
-                recorder.paused += 1
+        def enter() -> None:
+            recorder.paused += 1
 
-            def leave(module: nn.Module, args: Any, output: Any, name: str = name) -> None:
-                recorder.paused -= 1
-                recorder.operations.sequence.append(Step(name, (), _first_shape(args), _first_shape([output])))
+        def leave(name: str, args: Any, output: Any) -> None:
+            recorder.paused -= 1
+            recorder.operations.sequence.append(Step(name, (), _first_shape(args), _first_shape([output])))
 
-            handles += [module.register_forward_pre_hook(enter), module.register_forward_hook(leave)]
-        try:
+        with _followed(inside.items(), enter, leave):
             function()
-        finally:
-            for handle in handles:
-                handle.remove()
     return recorder.operations
 
 
@@ -253,23 +248,33 @@ def trace_modules(model: nn.Module, function: Callable[[], Any]) -> dict[str, li
     """The operators of one call by the path of the module that ran them; a module's are also those of its holders."""
     found: dict[str, list[Step]] = {}
     open_calls: list[int] = []
-    handles = []
     with torch.no_grad(), _Recorder() as recorder:
-        for path, module in model.named_modules():
 
-            def enter(module: nn.Module, args: Any) -> None:
-                open_calls.append(len(recorder.operations.sequence))
+        def enter() -> None:
+            open_calls.append(len(recorder.operations.sequence))
 
-            def leave(module: nn.Module, args: Any, output: Any, path: str = path) -> None:
-                found.setdefault(path, []).extend(recorder.operations.sequence[open_calls.pop() :])
+        def leave(path: str, args: Any, output: Any) -> None:
+            found.setdefault(path, []).extend(recorder.operations.sequence[open_calls.pop() :])
 
-            handles += [module.register_forward_pre_hook(enter), module.register_forward_hook(leave)]
-        try:
+        with _followed(model.named_modules(), enter, leave):
             function()
-        finally:
-            for handle in handles:
-                handle.remove()
     return found
+
+
+@contextlib.contextmanager
+def _followed(
+    modules: Iterable[tuple[str, nn.Module]], enter: Callable[[], None], leave: Callable[[str, Any, Any], None]
+) -> Iterator[None]:
+    """`enter()` before each call of one of the modules, `leave(name, args, output)` after it."""
+    handles = []
+    for name, module in modules:
+        handles.append(module.register_forward_pre_hook(lambda module, args: enter()))
+        handles.append(module.register_forward_hook(lambda module, args, output, name=name: leave(name, args, output)))
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
 
 
 def forget() -> None:

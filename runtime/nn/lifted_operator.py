@@ -1,13 +1,12 @@
 """Operators of a package for its lifted classes: the class itself, or with a hand-written forward in its place."""
 
-import importlib.util
-import sys
 import types
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 from dayzero.runtime.errors import InputError
+from dayzero.runtime.generated_code import load_module
 
 from .lifted_source import classes_of
 
@@ -30,7 +29,7 @@ def operator(file: str, name: str) -> type:
         return lifted
     shown = f"custom/{here.name}"
     try:
-        run = _load(custom).forward
+        run = load_module(custom).forward
     except Exception as error:  # whatever hand-written code raises
         expected = f"def forward(module, ...), the arguments as in {name}.forward of lifted.py"
         raise InputError(str(custom), found=f"{type(error).__name__}: {error}", expected=expected) from error
@@ -50,7 +49,7 @@ def beside(file: str, names: Iterable[str]) -> types.SimpleNamespace:
     """Name -> class of the operators `names`, for the model.py of a package, which is `file`."""
     found: dict[str, type] = {}
     for name in names:
-        held = vars(_load(Path(file).with_name("operators") / f"{name}.py"))
+        held = vars(load_module(Path(file).with_name("operators") / f"{name}.py"))
         found |= {key: value for key, value in held.items() if isinstance(value, type)}
     return types.SimpleNamespace(**found)
 
@@ -58,14 +57,3 @@ def beside(file: str, names: Iterable[str]) -> types.SimpleNamespace:
 def custom_of(module: Any) -> list[str]:
     """The custom files that the module and those inside it run, each once."""
     return list(dict.fromkeys(file for held in module.modules() if (file := getattr(type(held), "custom", None))))
-
-
-def _load(file: Path) -> types.ModuleType:
-    name = f"dayzero_generated_{file.parents[1].name}_{file.parent.name}_{file.stem}"
-    spec = importlib.util.spec_from_file_location(name, file)
-    if spec is None or spec.loader is None or not file.is_file():
-        raise InputError(str(file), found="no such file", expected="a complete package", hint="Run onboard again.")
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module
-    spec.loader.exec_module(module)
-    return module

@@ -1,10 +1,12 @@
-"""A tiny Mixtral, its hand-written package, and two files of examples, made once."""
+"""A tiny Mixtral, its hand-written package, and two files of examples, made once; models that plans are made for."""
 
 from types import SimpleNamespace
 
 import handmade
+import large_model
 import pytest
 import tiny
+import torch
 from examples import write_examples
 
 
@@ -27,3 +29,15 @@ def tiny_run(tmp_path_factory):
             "optimizer.warmup=2",
         ],
     )
+
+
+@pytest.fixture(scope="session")
+def spec(tmp_path_factory):
+    """A small model with routed experts, in bfloat16."""
+    folder = tmp_path_factory.mktemp("qwen")
+    return handmade.specify(tiny.make("qwen3_moe", folder, tokenizer=False, dtype=torch.bfloat16))
+
+
+@pytest.fixture(scope="session")
+def large():
+    return large_model.large()

@@ -2,13 +2,11 @@
 
 import copy
 
-import handmade
 import harness
 import large_model
 import odd_specs
 import pytest
 import ranks_plan
-import tiny
 import torch
 
 from dayzero.runtime.activations import measure_layers
@@ -24,17 +22,6 @@ from dayzero.runtime.spec import LoopSpec
 # Blocks whose plans take seconds; the others cover the same lines of the plan.
 HEAVY = {"deepseek_v4", "kimi_linear", "deepseek_v32"}
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
-
-
-@pytest.fixture(scope="module")
-def spec(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("qwen")
-    return handmade.specify(tiny.make("qwen3_moe", folder, tokenizer=False, dtype=torch.bfloat16))
-
-
-@pytest.fixture(scope="module")
-def large():
-    return large_model.large()
 
 
 def slow(*case):

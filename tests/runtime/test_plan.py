@@ -4,12 +4,10 @@ import io
 import time
 
 import families
-import handmade
 import large_model
 import odd_specs
 import pytest
 import tiny
-import torch
 from rich.console import Console
 
 from dayzero.runtime.communication import communication
@@ -17,17 +15,6 @@ from dayzero.runtime.errors import InputError
 from dayzero.runtime.plan import make_plan, plan_text, read_plan
 from dayzero.runtime.planned_model import GIB, Mesh, measure
 from dayzero.runtime.spec import LayerKind
-
-
-@pytest.fixture(scope="module")
-def spec(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("qwen")
-    return handmade.specify(tiny.make("qwen3_moe", folder, tokenizer=False, dtype=torch.bfloat16))
-
-
-@pytest.fixture(scope="module")
-def large():
-    return large_model.large()
 
 
 def test_communication_of_a_small_case(spec):
