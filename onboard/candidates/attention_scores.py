@@ -71,9 +71,9 @@ class ScoresSolver:
 
     def _extents(self, widest: int, kind: str) -> list[Evidence]:
         """Attributes and fields of this value; fields of one less, which do not count the token itself."""
-        found = held(self.site, widest, int)
+        found = held(self.site, widest, int, handed=True)
         found.sort(key=lambda evidence: rank(evidence, (kind,)))
-        less = [e for e in held(self.site, widest - 1, int) if kind in e.label]
+        less = [e for e in held(self.site, widest - 1, int, handed=True) if kind in e.label]
         found += [
             Evidence(
                 f"{e.label} + 1",

@@ -52,6 +52,11 @@ def config_field(name: str) -> Evidence:
     return Evidence(f"config {name}", lambda module, config: getattr(read_by(module, config), name, None))
 
 
+def model_field(name: str) -> Evidence:
+    """A field as the model reads it, for what the model makes and hands to the module, such as a mask."""
+    return Evidence(f"config {name}", lambda module, config: getattr(config, name, None))
+
+
 def size(parameter: str, dim: int, divide: int = 1) -> Evidence:
     """A dimension of one of the module's parameters, divided."""
     shown = f" / {divide}" if divide != 1 else ""
@@ -227,16 +232,18 @@ class Site:
                     found.add(value)
         return found
 
-    def explain(self, value: float) -> list[Evidence]:
-        """Every attribute and config field that holds exactly this value, the nearest to the computation first."""
+    def explain(self, value: float, handed: bool = False) -> list[Evidence]:
+        """Every attribute and config field that holds exactly this value, the nearest to the computation first. What is
+        `handed` to the module follows from the model's config, whatever config the module has."""
         found: list[Evidence] = []
         for path, module in self.module.named_modules():
             for name, held in sorted(vars(module).items()):
                 if not name.startswith("_") and _equal(held, value):
                     found.append(attribute(path, name))
-        for name, held in sorted(self.config.to_dict().items()):
+        config, field = (self.config, model_field) if handed else (read_by(self.module, self.config), config_field)
+        for name, held in sorted(config.to_dict().items()):
             if _equal(held, value):
-                found.append(config_field(name))
+                found.append(field(name))
         return found
 
 

@@ -378,5 +378,5 @@ def window_of(site: Site) -> Evidence:
     widest = int(visible.max())
     if widest == mask.shape[-1]:
         return none
-    attributes = [e for e in site.explain(widest) if "window" in e.label]
-    return (attributes or site.explain(widest) or [literal(widest, "the mask's band")])[0]
+    found = site.explain(widest, handed=True)
+    return ([e for e in found if "window" in e.label] or found or [literal(widest, "the mask's band")])[0]

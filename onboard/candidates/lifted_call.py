@@ -219,7 +219,7 @@ def _mask(value: Tensor, site: Site) -> Any:
 
 def _field(site: Site, value: int) -> Evidence:
     """Where a width of a mask comes from: a config field, an attribute, or just the mask."""
-    found = site.explain(value)
+    found = site.explain(value, handed=True)
     found.sort(key=lambda evidence: not evidence.label.startswith("config "))
     return found[0] if found else literal(value, "the mask's band")
 

@@ -6,10 +6,10 @@ from dataclasses import replace
 from dayzero.onboard.candidates.evidence import Evidence, Site, literal
 
 
-def held(site: Site, value: float, kind: type) -> list[Evidence]:
+def held(site: Site, value: float, kind: type, handed: bool = False) -> list[Evidence]:
     """Every attribute and field that holds this value as this kind of number and can be read by itself."""
     found = []
-    for evidence in site.explain(value):
+    for evidence in site.explain(value, handed):
         with contextlib.suppress(Exception):  # a config may refuse to say what differs from layer to layer
             if type(evidence.resolve(site.module, site.config)) is kind:
                 found.append(evidence)
