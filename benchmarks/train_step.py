@@ -202,9 +202,8 @@ def measured(case: dict[str, Any], world: int, folder: Path) -> dict[str, Any]:
 
 
 def main(options: argparse.Namespace) -> None:
-    console = Console(width=140)
-    columns = ("documents", "mode", "dtype", "processes", "variant", "tokens/s", "x", "memory MB", "x", "first loss")
-    table = Table(*columns, "difference")
+    console = Console(width=120)
+    title = f"torch {torch.__version__}, {options.layers} layers, {options.tokens} tokens, one thread a process"
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         checkpoint(folder, options.layers)
@@ -215,15 +214,15 @@ def main(options: argparse.Namespace) -> None:
             shared = {"dtype": dtype, "lora": lora, "lengths": lengths, "steps": options.steps}
             found = {variant: measured({"variant": variant, **shared}, world, folder) for variant in VARIANTS}
             ours = found["ours"]
+            what = f"{'lora' if lora else 'full'}, {dtype}, processes: {world}, documents: {world * len(lengths)}"
+            table = Table(what, "tokens/s", "x", "memory MB", "x", "first loss", "difference", title=title)
             for variant, row in found.items():
-                title = variant if variant == "ours" else f"transformers {variant}" + (" + peft" if lora else "")
                 table.add_row(
-                    str(world * len(lengths)), "lora" if lora else "full", dtype, str(world), title,
+                    variant if variant == "ours" else f"transformers {variant}" + (" + peft" if lora else ""),
                     f"{row['speed']:,.0f}", f"{ours['speed'] / row['speed']:.2f}", f"{row['memory'] / 1e6:,.0f}",
                     f"{ours['memory'] / row['memory']:.2f}", f"{row['loss']:.5f}", f"{row['loss'] - ours['loss']:+.1e}",
                 )  # fmt: skip
-    console.print(f"torch {torch.__version__}, {options.layers} layers, {options.tokens} tokens, one thread a process")
-    console.print(table)
+            console.print(table)
 
 
 if __name__ == "__main__":
