@@ -286,7 +286,7 @@ class AttentionSolver(RoadsSolver):
         norms = [None, *(norm for norm in self._norms(dim) if norm.weight is None)]
         for piece, norm in itertools.product(self._pieces(heads * dim), norms):
             start = self._result(piece)
-            for clip in self._clips():
+            for clip in self._clips:
                 bound = None if clip is None else clip.resolve(self.site.module, self.site.config)
                 value = (start if bound is None else start.clamp(-bound, bound)).unflatten(-1, (heads, dim))
                 if norm is not None:

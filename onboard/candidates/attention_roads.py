@@ -119,7 +119,7 @@ class RoadsSolver(ScoresSolver):
 
     def _norms_for(self, heads: int, dim: int) -> Iterator[tuple[str, Norm | None, bool, Evidence | None]]:
         """(kind, norm, whether after the rotation, clip): without a norm first."""
-        for clip in self._clips():
+        for clip in self._clips:
             yield "none", None, False, clip
             for norm in self._norms(heads * dim):
                 if heads > 1:
@@ -129,6 +129,7 @@ class RoadsSolver(ScoresSolver):
                 if self.site.context.tables:
                     yield "head", norm, True, clip
 
+    @cached_property
     def _clips(self) -> list[Evidence | None]:
         """Bounds of a clamp in the trace, and none: the clamp may be another one."""
         if "clamp" not in self.site.operations.steps:

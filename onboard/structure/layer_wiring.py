@@ -227,14 +227,14 @@ def _with_outputs(units: list[Unit], gives: dict[str, float]) -> list[Unit]:
 
 def _units(calls: Mapping[str, Call], layer: str, expanded: Collection[str]) -> dict[str, Call]:
     """Children through which the stream flows, by path relative to the layer, but for those that change nothing."""
-    size = calls[layer].result.numel()
+    size, lists = calls[layer].result.numel(), _lists(calls[layer].module)
     units = {}
     for path, call in calls.items():
         if not path.startswith(layer + ".") or not call.has_stream:
             continue
         relative = path.removeprefix(layer + ".")
         parents = {relative[:dot] for dot in range(len(relative)) if relative[dot] == "."}
-        if relative in expanded or not all(p in expanded or p in _lists(calls[layer].module) for p in parents):
+        if relative in expanded or not all(p in expanded or p in lists for p in parents):
             continue
         whole = call.result.numel() == size or _is_wide(call, calls[layer])
         if whole and not (call.hidden.numel() == call.result.numel() and same(call.hidden, call.result)):
