@@ -16,12 +16,13 @@ from dayzero.runtime.data import Example, Examples, load_tokenizer, read_example
 from dayzero.runtime.errors import InputError
 from dayzero.runtime.headers import read_headers
 from dayzero.runtime.load import check_same_checkpoint
-from dayzero.runtime.lora import apply_lora
+from dayzero.runtime.lora import LoRALinear, apply_lora
 from dayzero.runtime.nn import CausalLM, Routed
 from dayzero.runtime.nn.index_loss import freeze_indexers, train_indexers
 from dayzero.runtime.optimizer import make_optimizer
 from dayzero.runtime.package import Package, load_package
 from dayzero.runtime.parallel import Layout
+from dayzero.runtime.peft_adapter import without_place
 from dayzero.runtime.processes import device_gib
 from dayzero.runtime.tensor_parallel import check_alone, check_tensor_parallel
 
@@ -113,6 +114,7 @@ def prepare(
     if eval_data is not None:
         examples["eval"] = _read(eval_data, tokenizer, made, config)
     notes += [f"{name}: {rows.summary()}" for name, rows in examples.items()]
+    notes += _only_merged(made, made.checkpoint, model)
     job = Job(
         made.folder.resolve(), made.checkpoint, data, eval_data, run.resolve(), config, layout, resume, tuple(notes)
     )
@@ -142,6 +144,18 @@ def _unverified(package: Package, config: TrainConfig) -> list[str]:
     return [
         "WARNING: this package is UNVERIFIED. Nothing was compared with a reference: what is trained may be another "
         f"model than the checkpoint's. Read {report}"
+    ]
+
+
+def _only_merged(package: Package, checkpoint: Path, model: CausalLM) -> list[str]:
+    """What to tell the user of adapters that cannot be exported as such, before they are trained."""
+    adapted = [name for name, module in model.named_modules() if isinstance(module, LoRALinear)]
+    left = without_place(checkpoint, package.rules, adapted)
+    if not left:
+        return []
+    return [
+        f"adapters for export as merged weights only (`runtime export` without --adapter): PEFT has no module for "
+        f"{len(left)} of {len(adapted)}, such as {left[0]}; lora.targets chooses others"
     ]
 
 

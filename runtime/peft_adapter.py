@@ -70,6 +70,19 @@ def write_adapter(
     return modules
 
 
+def without_place(source: Path, rules: Sequence[Rule], modules: Sequence[str]) -> list[str]:
+    """Those of the adapted `modules` of the model whose adapters `write_adapter` would refuse."""
+    shapes, bound = {name: header.shape for name, header in read_headers(source).items()}, bind(rules)
+
+    def refused(module: str) -> bool:
+        try:
+            return not list(_parts(bound[module + WEIGHT], shapes))
+        except InputError:
+            return True
+
+    return [module for module in modules if module + WEIGHT in bound and refused(module)]
+
+
 def target_modules(modules: Sequence[str], shapes: Mapping[str, Shape]) -> list[str]:
     """The short names (q_proj) where these name exactly `modules` among the checkpoint's, else the whole paths."""
     others = {name.removesuffix(WEIGHT) for name in shapes if name.endswith(WEIGHT)} - set(modules)

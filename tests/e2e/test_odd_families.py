@@ -86,3 +86,12 @@ def test_indexers_learn_by_their_own_loss_and_are_frozen_without(made, tmp_path)
         other = package if settings else made("recurrent_gemma")[0]
         with pytest.raises(InputError, match=says):
             train(other, data, tmp_path / "no", "train.mode=full", "train.indexer_loss=selected", *settings)
+
+
+def test_a_run_says_at_its_start_that_peft_has_no_place_for_its_adapters(made, tmp_path):
+    for family, expected in (("lfm2_moe", 1), ("recurrent_gemma", 0)):
+        package, data = made(family)
+        job = prepare(package, data=data, eval_data=None, run=tmp_path / family, world=1, overrides=SETTINGS)
+        said = [note for note in job.notes if "PEFT has no module" in note]
+        assert len(said) == expected
+        assert not said or "layers.0.mixer" in said[0]

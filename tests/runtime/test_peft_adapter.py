@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM
 
 from dayzero.runtime.errors import InputError
 from dayzero.runtime.lora import LoRALinear, apply_lora
-from dayzero.runtime.peft_adapter import target_modules, write_adapter
+from dayzero.runtime.peft_adapter import target_modules, without_place, write_adapter
 from dayzero.runtime.weights import Concat, Rule, Stored, Transpose
 
 IDS = torch.arange(11)[None] * 13
@@ -74,10 +74,12 @@ def test_weights_side_by_side_share_a_and_split_b(tmp_path):
 
 
 def test_what_peft_cannot_express(tmp_path):
-    save_file({"x.weight": torch.zeros(3, 5)}, tmp_path / "model.safetensors")
+    save_file({name: torch.zeros(3, 5) for name in ("x.weight", "y.weight")}, tmp_path / "model.safetensors")
     adapters = {"x": (torch.zeros(4, 3), torch.zeros(5, 4))}
+    rules = [Rule("x.weight", Transpose(Stored("x.weight"))), Rule("y.weight", Stored("y.weight"))]
     with pytest.raises(InputError, match="Export merged"):
-        write_adapter(tmp_path, tmp_path, [Rule("x.weight", Transpose(Stored("x.weight")))], adapters, 4, 8.0)
+        write_adapter(tmp_path, tmp_path, rules, adapters, 4, 8.0)
+    assert without_place(tmp_path, rules, ["x", "y"]) == ["x"]
 
 
 def test_target_modules_are_whole_paths_where_a_short_name_would_match_more():
