@@ -2,7 +2,7 @@
 
 import json
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,7 +14,7 @@ from dayzero.runtime.config import TrainConfig, fixed, load_config
 from dayzero.runtime.context_parallel import check_context_parallel
 from dayzero.runtime.data import Example, Examples, load_tokenizer, read_examples
 from dayzero.runtime.errors import InputError
-from dayzero.runtime.headers import read_headers
+from dayzero.runtime.headers import TensorHeader, read_headers
 from dayzero.runtime.load import check_same_checkpoint
 from dayzero.runtime.lora import LoRALinear, apply_lora
 from dayzero.runtime.nn import CausalLM, Routed
@@ -105,8 +105,9 @@ def prepare(
             expected="a link to the checkpoint that this package was made from",
             hint="Say where it is with --checkpoint DIR.",
         )
+    headers = read_headers(made.checkpoint)
     if config.train.init == "checkpoint":
-        check_same_checkpoint(made.checkpoint, read_headers(made.checkpoint), made.spec.checkpoint)
+        check_same_checkpoint(made.checkpoint, headers, made.spec.checkpoint)
     _check_run(run, resume)
     _check_positions(made, config)
     tokenizer = load_tokenizer(made.checkpoint)
@@ -114,7 +115,7 @@ def prepare(
     if eval_data is not None:
         examples["eval"] = _read(eval_data, tokenizer, made, config)
     notes += [f"{name}: {rows.summary()}" for name, rows in examples.items()]
-    notes += _only_merged(made, made.checkpoint, model)
+    notes += _only_merged(made, headers, model)
     job = Job(
         made.folder.resolve(), made.checkpoint, data, eval_data, run.resolve(), config, layout, resume, tuple(notes)
     )
@@ -147,15 +148,15 @@ def _unverified(package: Package, config: TrainConfig) -> list[str]:
     ]
 
 
-def _only_merged(package: Package, checkpoint: Path, model: CausalLM) -> list[str]:
+def _only_merged(package: Package, headers: Mapping[str, TensorHeader], model: CausalLM) -> list[str]:
     """What to tell the user of adapters that cannot be exported as such, before they are trained."""
     adapted = [name for name, module in model.named_modules() if isinstance(module, LoRALinear)]
-    left = without_place(checkpoint, package.rules, adapted)
+    left = without_place(headers, package.rules, adapted)
     if not left:
         return []
     return [
-        f"adapters for export as merged weights only (`runtime export` without --adapter): PEFT has no module for "
-        f"{len(left)} of {len(adapted)}, such as {left[0]}; lora.targets chooses others"
+        f"runtime export will write merged weights only, no adapter: PEFT has no module for {len(left)} of "
+        f"{len(adapted)} adapters, such as {left[0]} (lora.targets chooses others)"
     ]
 
 

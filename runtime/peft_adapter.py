@@ -8,7 +8,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from dayzero.runtime.errors import InputError
-from dayzero.runtime.headers import read_headers
+from dayzero.runtime.headers import TensorHeader, read_headers
 from dayzero.runtime.weights import BoundRule, Concat, Rule, Shape, Stack, Stored, bind
 
 WEIGHT = ".weight"
@@ -70,9 +70,9 @@ def write_adapter(
     return modules
 
 
-def without_place(source: Path, rules: Sequence[Rule], modules: Sequence[str]) -> list[str]:
-    """Those of the adapted `modules` of the model whose adapters `write_adapter` would refuse."""
-    shapes, bound = {name: header.shape for name, header in read_headers(source).items()}, bind(rules)
+def without_place(headers: Mapping[str, TensorHeader], rules: Sequence[Rule], modules: Sequence[str]) -> list[str]:
+    """Those of the adapted `modules` of the model that `write_adapter` would refuse. headers: the source's."""
+    shapes, bound = {name: header.shape for name, header in headers.items()}, bind(rules)
 
     def refused(module: str) -> bool:
         try:
