@@ -7,13 +7,15 @@ ours. The router is part of it: with 896 experts its float32 product alone is 0.
 The other part of `x` is how few rows an expert has: every expert's matrices are read and packed for them once, so that
 more tokens at a time cost less each. 16,384 and 32,768 tokens are 146 and 293 rows for each of 896 experts; in a group
 of 64 ranks with 4,096 tokens each they would be 2,341.
-Times are the process's own seconds on one thread; variants take turns and the fastest of each counts. Freed memory is
-kept for all of them, as in `runtime train`.
+Every table is a process of its own; times are its own seconds on one thread, variants take turns and the fastest of
+each counts. Freed memory is kept for all of them, as in `runtime train`.
 """
 
 import argparse
 import itertools
 import time
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
 
 import torch
 from rich.console import Console
@@ -91,11 +93,17 @@ def measure(
     return found
 
 
+def prepare() -> None:
+    torch.set_num_threads(1)
+    keep_freed_memory()
+
+
 def main(options: argparse.Namespace) -> None:
     console = Console(width=100)
     console.print(f"torch {torch.__version__}, top-{TOP_K}, one thread")
     for tokens, dtype, frozen in itertools.product(options.tokens, options.dtypes, (False, True)):
-        found = measure(options, tokens, getattr(torch, dtype), frozen)
+        with ProcessPoolExecutor(1, mp_context=get_context("spawn"), initializer=prepare) as process:
+            found = process.submit(measure, options, tokens, getattr(torch, dtype), frozen).result()
         what = f"{tokens:,} tokens, {dtype}, experts {'frozen' if frozen else 'trained'}"
         table = Table(what, "experts", "us a token", "x", "of ours", "difference")
         for name, experts in itertools.product(("ours", *options.peers), options.experts):
@@ -113,7 +121,5 @@ if __name__ == "__main__":
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--dtypes", nargs="+", default=["float32", "bfloat16"])
     parser.add_argument("--peers", nargs="*", choices=PEERS, default=list(PEERS))
-    torch.set_num_threads(1)
     start_without_thread_cache()
-    keep_freed_memory()
     main(parser.parse_args())
