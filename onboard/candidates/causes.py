@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dayzero.onboard.candidates.evidence import Evidence, Site, attribute, config_field, literal
+from dayzero.onboard.candidates.evidence import Evidence, Site, attribute, config_field, literal, read_by
 from dayzero.onboard.prove.trace import Operations, trace
 
 Switch = tuple[Evidence, Tensor, Operations]
@@ -44,9 +44,10 @@ def drivers(site: Site, value: Any, other: Any, shows: Callable[[Operations], bo
     """Settings that hold `value`, of the module or of the config that it still reads when it runs, such that the trace
     `shows` it when they hold `other` instead."""
     found = []
+    config = read_by(site.module, site.config)
     of_config = [
-        (config_field(name), site.config, name, held)
-        for name, held in sorted(vars(site.config).items())
+        (config_field(name), config, name, held)
+        for name, held in sorted(vars(config).items())
         if not name.startswith("_")
     ]
     for evidence, holder, name, held in [*plain_settings(site), *of_config]:
